@@ -28,7 +28,7 @@ struct layer_shape {
     float soft_cap = 0.0F;            ///< s -> cap * tanh(s / cap); 0 means none
     std::int32_t kv_source = -1;      ///< a layer whose K and V this one reads instead of its own; -1 means its own
     bool sink_logits = false;         ///< learned sink logits (not supported yet)
-    rope_shape rope;
+    rope_shape rope{};
 
     [[nodiscard]] std::int32_t query_heads() const noexcept { return kv_heads * group; }
     [[nodiscard]] float logit_scale() const noexcept { return scale > 0 ? scale : 1.0F / std::sqrt(static_cast<float>(key_size)); }

@@ -1,0 +1,44 @@
+// The state of one open sequence.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "sekv/attend/codec.hpp"
+#include "sekv/config.hpp"
+#include "sekv/span/key_novelty.hpp"
+#include "sekv/span/segmenter.hpp"
+#include "sekv/tier/rows.hpp"
+
+namespace sekv {
+
+/// Layers come in two classes: those that keep the whole context, which are sealed, and sliding-window layers, which keep their window's exact rows.
+enum class layer_class : std::uint8_t { whole = 0, windowed = 1 };
+inline constexpr std::size_t layer_classes = 2;
+
+/// Positions [0, sealed_end) of whole-context layers are sealed units, [sealed_end, reserved) exact blocks; the leading sinks are kept exactly as well.
+template <codec Codec>
+struct sequence_record {
+    using unit = sealed_unit<typename Codec::payload>;
+
+    std::uint64_t quota = 0;
+    std::int64_t capacity = 0;
+    std::array<row_list, layer_classes> rows;
+    page_ref sinks;                ///< the leading tokens' exact rows, once they are sealed
+    std::int32_t sink_count = 0;   ///< of them that are in use; 0 while nothing is sealed
+    std::vector<unit> sealed;
+    typename Codec::sequence own;
+    segmenter spans;
+    std::optional<key_novelty> novelty;
+    std::vector<std::int64_t> lengths;  ///< appended tokens by layer; shared-KV layers keep 0
+    std::int64_t reserved = 0;          ///< tokens that have rows
+    bool prefilling = true;
+
+    [[nodiscard]] row_list& of(layer_class c) noexcept { return rows[static_cast<std::size_t>(c)]; }
+    [[nodiscard]] const row_list& of(layer_class c) const noexcept { return rows[static_cast<std::size_t>(c)]; }
+    [[nodiscard]] std::int64_t sealed_end() const noexcept { return sealed.empty() ? 0 : sealed.back().end(); }
+};
+
+}  // namespace sekv

@@ -1,0 +1,434 @@
+// Definitions of basic_cache. Included by cache.hpp.
+#pragma once
+
+#include "sekv/cache.hpp"
+
+namespace sekv {
+
+template <scalar S, backend B, codec C>
+basic_cache<S, B, C>::basic_cache(model_shape model, const cache_options& options, const codec_options& codec, B where)
+    : model_((model.validate(), std::move(model))),
+      options_((options.validate(), options)),
+      backend_(std::move(where)),
+      memory_(std::make_shared<memory>(backend_.resource(), options.device_budget, options.host_budget)),
+      pool_(memory_),
+      codec_(model_, codec, dtype_of<S>, pool_, backend_.exec()),
+      residency_(model_, options_, pool_, codec_) {}
+
+// Sequences.
+
+template <scalar S, backend B, codec C>
+auto basic_cache<S, B, C>::at(sequence s) const -> const record& {
+    if (s.generation == 0 || s.index >= slots_.size() || slots_[s.index].generation != s.generation || !slots_[s.index].state)
+        throw state_error("Sequence " + std::to_string(s.index) + " (generation " + std::to_string(s.generation) + ") is not open in this cache; it was closed, or belongs to another cache.");
+    return *slots_[s.index].state;
+}
+
+template <scalar S, backend B, codec C>
+sequence basic_cache<S, B, C>::admit(std::unique_ptr<record> r) {
+    const auto free = std::find_if(slots_.begin(), slots_.end(), [](const slot& x) { return !x.state; });
+    if (free == slots_.end()) {
+        slots_.push_back({1, std::move(r)});
+        return {static_cast<std::uint32_t>(slots_.size() - 1), 1};
+    }
+    free->state = std::move(r);
+    return {static_cast<std::uint32_t>(free - slots_.begin()), ++free->generation};
+}
+
+template <scalar S, backend B, codec C>
+sequence basic_cache<S, B, C>::open(const sequence_options& options) {
+    if (options.capacity < 1) throw invalid_argument("sequence_options::capacity must be at least 1 token, not " + std::to_string(options.capacity) + ".");
+    auto r = std::make_unique<record>(record{options.device_quota > 0 ? options.device_quota : default_quota(options.capacity), options.capacity, {}, nullptr, 0, {}, codec_.open(options.capacity), segmenter(options_.spans), {},
+                                             std::vector<std::int64_t>(model_.layers.size(), 0), 0, true});
+    if (options_.spans.policy == span_policy::key_novelty) {
+        const auto& l = model_.layers[static_cast<std::size_t>(residency_.novelty_layer())];
+        r->novelty.emplace(l.kv_heads, l.key_size);
+    }
+    const auto fixed = residency_.used_by(*r).total(tier::device);
+    if (fixed > r->quota)
+        throw budget_error("A device quota of " + std::to_string(r->quota) + " bytes can't hold a sequence's line cache of " + std::to_string(fixed) + " bytes; raise it, or lower line_slots.", fixed, r->quota);
+    return admit(std::move(r));
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::close(sequence s) {
+    (void)at(s);
+    slots_[s.index].state.reset();
+}
+
+template <scalar S, backend B, codec C>
+std::int64_t basic_cache<S, B, C>::settled_length(const record& r, const char* call) const {
+    const auto length = residency_.common_length(r);
+    if (length < 0) throw state_error(std::string(call) + " was called in the middle of a step: append the step's tokens to all layers first.");
+    return length;
+}
+
+template <scalar S, backend B, codec C>
+std::int64_t basic_cache<S, B, C>::length(sequence s) const {
+    return settled_length(at(s), "length");
+}
+
+template <scalar S, backend B, codec C>
+sequence basic_cache<S, B, C>::fork(sequence s, std::int64_t length) {
+    const auto& r = at(s);
+    const auto all = settled_length(r, "fork");
+    if (length < -1 || length > all) throw invalid_argument("fork takes a length of 0 to " + std::to_string(all) + " tokens (or -1 for all), not " + std::to_string(length) + ".");
+    auto child = std::make_unique<record>(residency_.fork(r, length < 0 ? all : length));
+    restart_novelty(*child);
+    return admit(std::move(child));
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::truncate(sequence s, std::int64_t length) {
+    auto& r = at(s);
+    const auto all = settled_length(r, "truncate");
+    if (length < 0 || length > all) throw invalid_argument("truncate takes a length of 0 to " + std::to_string(all) + " tokens, not " + std::to_string(length) + ".");
+    residency_.truncate(r, length);
+    restart_novelty(r);
+}
+
+// Filling.
+
+template <scalar S, backend B, codec C>
+const layer_shape& basic_cache<S, B, C>::checked_layer(std::int32_t layer) const {
+    if (layer < 0 || static_cast<std::size_t>(layer) >= model_.layers.size())
+        throw invalid_argument("There is no layer " + std::to_string(layer) + "; the model has " + std::to_string(model_.layers.size()) + ".");
+    return model_.layers[static_cast<std::size_t>(layer)];
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::check_rows(const char* what, const rows_view& v, std::int64_t tokens, std::int32_t heads, std::int32_t size) const {
+    if (v.tokens == tokens && v.heads == heads && v.size == size && (v.data != nullptr || tokens == 0)) return;
+    const auto shape = [](std::int64_t t, std::int32_t h, std::int32_t d) { return "[" + std::to_string(t) + ", " + std::to_string(h) + ", " + std::to_string(d) + "]"; };
+    throw invalid_argument(std::string(what) + " must be " + shape(tokens, heads, size) + " with data, not " + shape(v.tokens, v.heads, v.size) + (v.data == nullptr ? " without." : "."));
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::reserve(sequence s, std::int64_t tokens) {
+    auto& r = at(s);
+    const auto length = settled_length(r, "reserve");
+    if (tokens < 0 || length + tokens > r.capacity)
+        throw invalid_argument("Can't reserve " + std::to_string(tokens) + " tokens after " + std::to_string(length) + ": the sequence was opened for " + std::to_string(r.capacity) + ".");
+    residency_.reserve(r, length, tokens);
+}
+
+template <scalar S, backend B, codec C>
+std::vector<S> basic_cache<S, B, C>::stored(const char* what, const rows_view& v) const {
+    const auto size = static_cast<std::size_t>(v.size);
+    std::vector<S> out(static_cast<std::size_t>(v.tokens * v.heads) * size);
+    std::vector<float> row(size);
+    for (std::int64_t t = 0; t < v.tokens; ++t) {
+        for (std::int32_t h = 0; h < v.heads; ++h) {
+            S* to = out.data() + static_cast<std::size_t>(t * v.heads + h) * size;
+            host::to_float(v.row(t, h), v.type, size, row.data());
+            host::from_float(row.data(), size, to);
+            if constexpr (!std::same_as<S, float>) host::to_float(to, dtype_of<S>, size, row.data());
+            if (!host::all_finite(row.data(), size))
+                throw invalid_argument(std::string(what) + " of token " + std::to_string(t) + ", head " + std::to_string(h) + " are not finite, or leave the range of the stored type; nothing was appended.");
+        }
+    }
+    return out;
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::append(sequence s, std::int32_t layer, const rows_view& keys, const rows_view& values, std::int64_t position, const rows_view* queries) {
+    auto& r = at(s);
+    const auto& l = checked_layer(layer);
+    if (l.kv_source >= 0) throw invalid_argument("Layer " + std::to_string(layer) + " reads the K and V of layer " + std::to_string(l.kv_source) + "; append to that one only.");
+    check_rows("keys", keys, keys.tokens, l.kv_heads, l.key_size);
+    check_rows("values", values, keys.tokens, l.kv_heads, l.value_size);
+    if (queries != nullptr) check_rows("queries", *queries, keys.tokens, l.query_heads(), l.key_size);
+    if (keys.tokens < 1) throw invalid_argument("append takes at least one token, not " + std::to_string(keys.tokens) + ".");
+    auto& length = r.lengths[static_cast<std::size_t>(layer)];
+    if (position >= 0 && position != length)
+        throw invalid_argument("Tokens out of order: layer " + std::to_string(layer) + " holds " + std::to_string(length) + " tokens, and the next to append is at position " + std::to_string(position) + ".");
+    const auto k = stored("Keys", keys);
+    const auto v = stored("Values", values);
+    std::vector<float> scaled;
+    if (queries != nullptr) {
+        scaled.resize(static_cast<std::size_t>(queries->tokens * queries->heads * queries->size));
+        scale_queries(*queries, l.logit_scale(), scaled.data());
+    }
+    if (length + keys.tokens > r.reserved) {
+        if (residency_.common_length(r) < 0)
+            throw state_error("Layer " + std::to_string(layer) + " would run to " + std::to_string(length + keys.tokens) + " tokens, past the " + std::to_string(r.reserved) + " that this step reserved; append equal counts to all layers.");
+        reserve(s, keys.tokens);
+    }
+    if (queries != nullptr) codec_.observe(r.own, layer, scaled.data(), l.group, queries->tokens);
+    write(r, layer, length, k, v);
+    length += keys.tokens;
+    if (r.novelty && layer == residency_.novelty_layer()) follow_novelty(r, layer, k);
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::write(record& r, std::int32_t layer, std::int64_t position, const std::vector<S>& keys, const std::vector<S>& values) {
+    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
+    const auto c = residency_.class_of(layer);
+    const auto& layout = residency_.layout(c);
+    const auto& list = r.of(c);
+    const auto tokens = static_cast<std::int64_t>(keys.size()) / (l.kv_heads * l.key_size);
+    const auto dk = static_cast<std::size_t>(l.key_size), dv = static_cast<std::size_t>(l.value_size);
+    for (std::int64_t t = 0; t < tokens; ++t) {
+        const auto& block = list.blocks()[list.find(position + t)];
+        const auto row = static_cast<std::size_t>(position + t - block.begin);
+        for (std::int32_t h = 0; h < l.kv_heads; ++h) {
+            const auto from = static_cast<std::size_t>(t * l.kv_heads + h);
+            std::copy_n(keys.data() + from * dk, dk, reinterpret_cast<S*>(layout.keys(*block.rows, layer, h)) + row * dk);
+            std::copy_n(values.data() + from * dv, dv, reinterpret_cast<S*>(layout.values(*block.rows, layer, h)) + row * dv);
+        }
+    }
+}
+
+// The spans follow the keys of one layer, token by token, since each signal depends on the cuts before it.
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::follow_novelty(record& r, std::int32_t layer, const std::vector<S>& keys) {
+    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
+    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
+    std::vector<float> token(row);
+    for (std::size_t at = 0; at < keys.size(); at += row) {
+        host::to_float(keys.data() + at, dtype_of<S>, row, token.data());
+        r.spans.push(std::max(0.0F, r.novelty->push(token)));
+        r.novelty->cut(r.spans.open_begin());
+    }
+}
+
+// After a truncation: the open span's mean is summed again from the rows that are held.
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::restart_novelty(record& r) {
+    if (!r.novelty) return;
+    const auto layer = residency_.novelty_layer();
+    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
+    const auto begin = r.spans.open_begin();
+    const auto count = r.spans.length() - begin;
+    std::vector<float> keys(static_cast<std::size_t>(count * l.kv_heads * l.key_size));
+    std::vector<float> values(static_cast<std::size_t>(count * l.kv_heads * l.value_size));
+    residency_.read(r, layer, {begin, count}, out_rows(keys.data(), count, l.kv_heads, l.key_size), out_rows(values.data(), count, l.kv_heads, l.value_size));
+    r.novelty->restart(begin);
+    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
+    for (std::size_t i = 0; i < keys.size(); i += row) (void)r.novelty->push({keys.data() + i, row});
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::observe(sequence s, std::span<const float> surprisal) {
+    auto& r = at(s);
+    if (r.novelty) throw state_error("This cache segments by key novelty, which it takes from the keys; observe is for surprisal.");
+    const auto most = *std::max_element(r.lengths.begin(), r.lengths.end());
+    const auto after = r.spans.length() + static_cast<std::int64_t>(surprisal.size());
+    if (after > most)
+        throw invalid_argument("observe got surprisal up to token " + std::to_string(after) + ", but only " + std::to_string(most) + " tokens were appended.");
+    r.spans.push(surprisal);
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::cut(sequence s, std::span<const std::int64_t> positions) {
+    auto& r = at(s);
+    r.spans.cut(positions);
+    if (r.novelty) r.novelty->cut(r.spans.open_begin());
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::begin_prefill(sequence s) {
+    auto& r = at(s);
+    (void)settled_length(r, "begin_prefill");
+    r.prefilling = true;
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::end_prefill(sequence s) {
+    auto& r = at(s);
+    const auto length = settled_length(r, "end_prefill");
+    own_plan_ = plan();  // a prompt chunk's workspace is wider than a decode step's
+    residency_.end_prefill(r, length);
+}
+
+// Attention.
+
+template <scalar S, backend B, codec C>
+plan basic_cache<S, B, C>::make_plan(std::span<const batch_item> items, resolution how) {
+    plan p;
+    p.items_.assign(items.begin(), items.end());
+    p.how_ = how;
+    for (const auto& i : items) {
+        if (i.tokens < 1) throw invalid_argument("A batch item must have at least one query token, not " + std::to_string(i.tokens) + ".");
+        p.tokens_ += i.tokens;
+        if (i.seq.generation == 0) continue;
+        const auto& lengths = at(i.seq).lengths;
+        p.longest_ = std::max(p.longest_, *std::max_element(lengths.begin(), lengths.end()) + i.tokens);
+    }
+    size_workspace(p);
+    const auto bytes = p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(backend_.exec().workers());
+    for (auto& x : slots_) {
+        if (x.state && memory_->available(tier::device) < bytes) residency_.relieve(*x.state, bytes - memory_->available(tier::device));
+    }
+    p.workspace_ = memory_->allocate(tier::device, kind::workspace, bytes);
+    return p;
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::size_workspace(plan& p) const {
+    constexpr std::int64_t rounding = 1024;  // so that a plan outlives some steps of decoding
+    p.longest_ = (p.longest_ + rounding - 1) / rounding * rounding;
+    std::size_t query = 0;
+    for (std::size_t l = 0; l < model_.layers.size(); ++l) {
+        const auto& shape = model_.layers[l];
+        query = std::max(query, static_cast<std::size_t>(shape.query_heads() * shape.key_size));
+        arena a;
+        head_step<S, C>(model_, residency_, codec_, static_cast<std::int32_t>(l)).layout_scratch(a, p.how_, p.longest_);
+        p.worker_bytes_ = std::max(p.worker_bytes_, a.used());
+    }
+    p.query_bytes_ = (query * static_cast<std::size_t>(p.tokens_) * sizeof(float) + 127) / 64 * 64;
+}
+
+// What a sequence may use by default: its share of the budget, less the workspace of a decode step at its capacity.
+template <scalar S, backend B, codec C>
+std::uint64_t basic_cache<S, B, C>::default_quota(std::int64_t capacity) const {
+    if (options_.device_budget == memory::unlimited) return memory::unlimited;
+    plan decode;
+    decode.tokens_ = options_.max_sequences;
+    decode.longest_ = capacity;
+    size_workspace(decode);
+    const auto workspace = decode.query_bytes_ + decode.worker_bytes_ * static_cast<std::size_t>(backend_.exec().workers());
+    return options_.device_budget > workspace ? (options_.device_budget - workspace) / static_cast<std::uint64_t>(options_.max_sequences) : 0;
+}
+
+template <scalar S, backend B, codec C>
+std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int32_t layer) {
+    const auto& shape = model_.layers[static_cast<std::size_t>(layer)];
+    const auto owner = static_cast<std::size_t>(shape.kv_source >= 0 ? shape.kv_source : layer);
+    std::vector<step_item<C>> out;
+    std::int64_t row = 0;
+    for (const auto& i : p.items_) {
+        if (i.seq.generation != 0) {
+            auto& r = at(i.seq);
+            const auto held = r.lengths[owner];
+            const auto position = i.position < 0 ? held - i.tokens : i.position;
+            if (position < 0 || position + i.tokens > held)
+                throw state_error("A batch asks for queries at positions " + std::to_string(position) + " to " + std::to_string(position + i.tokens - 1) + ", but layer " + std::to_string(layer) + " holds " +
+                                  std::to_string(held) + " tokens; append their K and V first.");
+            if (held > p.longest_) throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(held) + "; make a new plan.");
+            out.push_back({&r, i.tokens, position, row});
+        }
+        row += i.tokens;
+    }
+    return out;
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::scale_queries(const rows_view& queries, float factor, float* out) {
+    const auto size = static_cast<std::size_t>(queries.size);
+    const auto rows = queries.tokens * queries.heads;
+    for (std::int64_t i = 0; i < rows; ++i) host::to_float(queries.row(i / queries.heads, i % queries.heads), queries.type, size, out + static_cast<std::size_t>(i) * size);
+    if (!host::all_finite(out, static_cast<std::size_t>(rows) * size)) throw invalid_argument("Some queries are not finite; check the model's activations.");
+    host::scale(out, rows * queries.size, factor);
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::attend(plan& p, std::int32_t layer, const rows_view& queries, const out_view& out, float* lse) {
+    const auto& l = checked_layer(layer);
+    check_rows("queries", queries, p.tokens_, l.query_heads(), l.key_size);
+    if (out.data == nullptr || out.tokens != p.tokens_ || out.heads != l.query_heads() || out.size != l.value_size)
+        throw invalid_argument("out must be [" + std::to_string(p.tokens_) + ", " + std::to_string(l.query_heads()) + ", " + std::to_string(l.value_size) + "], not [" + std::to_string(out.tokens) + ", " +
+                               std::to_string(out.heads) + ", " + std::to_string(out.size) + "].");
+    const auto items = resolve(p, layer);
+    float* scaled = p.workspace_.template as<float>();
+    scale_queries(queries, l.logit_scale(), scaled);
+    for (const auto& i : items) codec_.observe(i.record->own, layer, scaled + i.row * l.query_heads() * l.key_size, l.group, i.tokens);
+
+    std::int64_t row = 0;
+    for (const auto& i : p.items_) {
+        for (std::int64_t t = row; i.seq.generation == 0 && t < row + i.tokens; ++t) {
+            for (std::int32_t h = 0; h < l.query_heads(); ++h) {
+                std::fill_n(out.row(t, h), l.value_size, 0.0F);
+                if (lse != nullptr) lse[t * l.query_heads() + h] = softmax_state::empty_max;
+            }
+        }
+        row += i.tokens;
+    }
+    const head_step<S, C> step(model_, residency_, codec_, layer);
+    const auto scratch = [&](std::int32_t worker) { return arena(p.workspace_.data() + p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(worker), p.worker_bytes_); };
+    auto& exec = backend_.exec();
+    if (p.how_ == resolution::adaptive) {
+        std::vector<zoom_metrics> counted(static_cast<std::size_t>(exec.workers()));
+        exec.run(static_cast<std::int64_t>(items.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
+            step.adaptive(items[static_cast<std::size_t>(task / l.kv_heads)], static_cast<std::int32_t>(task % l.kv_heads), scaled, out, lse, scratch(worker), counted[static_cast<std::size_t>(worker)]);
+        });
+        for (const auto& m : counted) zooms_ += m;
+        return;
+    }
+    struct tile {
+        std::size_t item;
+        std::int64_t first, count;
+    };
+    std::vector<tile> tiles;
+    const auto width = prefill_tile::tokens_for(l.group);
+    for (std::size_t i = 0; i < items.size(); ++i) {
+        for (std::int64_t first = 0; first < items[i].tokens; first += width) tiles.push_back({i, first, std::min(width, items[i].tokens - first)});
+    }
+    exec.run(static_cast<std::int64_t>(tiles.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
+        const auto& t = tiles[static_cast<std::size_t>(task / l.kv_heads)];
+        step.full(items[t.item], static_cast<std::int32_t>(task % l.kv_heads), t.first, t.count, scaled, out, lse, scratch(worker));
+    });
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::attend(std::span<const batch_item> items, std::int32_t layer, const rows_view& queries, resolution how, const out_view& out, float* lse) {
+    const auto same = [](const batch_item& a, const batch_item& b) { return a.seq == b.seq && a.tokens == b.tokens && a.position == b.position; };
+    bool fits = own_plan_.how_ == how && std::equal(items.begin(), items.end(), own_plan_.items_.begin(), own_plan_.items_.end(), same) && own_plan_.tokens_ > 0;
+    for (const auto& i : items) {
+        if (i.seq.generation == 0) continue;
+        const auto& lengths = at(i.seq).lengths;
+        fits = fits && *std::max_element(lengths.begin(), lengths.end()) <= own_plan_.longest_;
+    }
+    if (!fits) {
+        own_plan_ = plan();  // its workspace goes before the next one comes
+        own_plan_ = make_plan(items, how);
+    }
+    attend(own_plan_, layer, queries, out, lse);
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::materialize(sequence s, std::int32_t layer, std::int64_t begin, std::int64_t count, const out_view& keys, const out_view& values) const {
+    const auto& r = at(s);
+    const auto& l = checked_layer(layer);
+    const auto owner = l.kv_source >= 0 ? l.kv_source : layer;
+    const auto held = r.lengths[static_cast<std::size_t>(owner)];
+    const auto first = residency_.first_held(r, owner);
+    if (count < 0 || begin < first || begin + count > held)
+        throw invalid_argument("Layer " + std::to_string(layer) + " holds tokens [" + std::to_string(first) + ", " + std::to_string(held) + "); can't materialise [" + std::to_string(begin) + ", " +
+                               std::to_string(begin + count) + ").");
+    const auto fits = [&](const out_view& v, std::int32_t size) { return v.tokens == count && v.heads == l.kv_heads && v.size == size && (v.data != nullptr || count == 0); };
+    if (!fits(keys, l.key_size) || !fits(values, l.value_size))
+        throw invalid_argument("materialize writes keys and values of [" + std::to_string(count) + ", " + std::to_string(l.kv_heads) + ", " + std::to_string(l.key_size) + " and " + std::to_string(l.value_size) + "]; the views have other shapes.");
+    residency_.read(r, owner, {begin, count}, keys, values);
+}
+
+// Looking.
+
+template <scalar S, backend B, codec C>
+usage basic_cache<S, B, C>::used() const {
+    auto u = memory_->used();
+    for (const auto& x : slots_) {
+        if (x.state) u.at(tier::host, kind::statistics) += x.state->spans.bytes();
+    }
+    return u;
+}
+
+template <scalar S, backend B, codec C>
+usage basic_cache<S, B, C>::used(sequence s) const {
+    auto u = residency_.used_by(at(s));
+    u.at(tier::host, kind::statistics) += at(s).spans.bytes();
+    return u;
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::export_sequence(sequence s, const std::string&) const {
+    (void)at(s);
+    throw unsupported("Snapshots of sequences are not supported yet.");
+}
+
+template <scalar S, backend B, codec C>
+sequence basic_cache<S, B, C>::import_sequence(const std::string&) {
+    throw unsupported("Snapshots of sequences are not supported yet.");
+}
+
+}  // namespace sekv

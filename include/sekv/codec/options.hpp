@@ -1,0 +1,61 @@
+// The knobs of the progressive preset, with the defaults that design.md section 2 settles.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "sekv/codec/calibration.hpp"
+#include "sekv/core/error.hpp"
+
+namespace sekv {
+
+/// Which statistic of a GQA group's probabilities decides on a zoom.
+enum class zoom_rule : std::uint8_t { mean, max };
+
+struct progressive_options {
+    /// R1 bits per token for the key and for the value; multiples of 4. 0 means the default of the head size: 80 + 32 below 128, 96 + 32 from 128 on.
+    std::int32_t key_sketch_bits = 0;
+    std::int32_t value_sketch_bits = 0;
+    /// R2 bytes per token and KV head as a multiple of the head size: 0.75 to 2.
+    float line_factor = 1.0F;
+    /// A sealed token whose probability (group mean or max) exceeds tau is read at R2; in (0, 1].
+    float tau = 3e-4F;
+    zoom_rule rule = zoom_rule::mean;
+    /// At most this many zoomed tokens per KV head and query token; the largest win.
+    std::int32_t cap = 1024;
+    /// Line cache slots per KV head and sequence, a multiple of 32; 0 turns the cache off.
+    std::int32_t line_slots = 256;
+    /// R1 is made anew from R2 whenever the length passes a multiple of this many tokens; 0 means never.
+    std::int32_t horizon = 1024;
+    /// Identity share of the query metric. See blend_metric.
+    float shrinkage = 0.01F;
+    /// Power p of W = M'^(p/2): 1 weighs by the queries, 0 is plain PCA.
+    float metric_power = 1.0F;
+    /// Queries enter the metric with weight exp(-age / memory), age in tokens.
+    std::int32_t metric_memory = 512;
+    /// Key and value statistics are fitted per position range of max(epoch_tokens, n / 8) tokens.
+    std::int32_t epoch_tokens = 4096;
+    /// Keeps raw K and V on the host after sealing (R3); zooms read it in place of R2.
+    bool exact_tier = false;
+    /// Pre-RoPE query moments of this model (`model` metric); null means the sequence's own queries only.
+    std::shared_ptr<const calibration> prior;
+
+    void validate() const {
+        const auto bits = [](std::int32_t b, std::int32_t most) { return b >= 0 && b <= most && b % 4 == 0; };
+        if (!bits(key_sketch_bits, 512)) throw invalid_argument("key_sketch_bits must be a multiple of 4 from 0 (default) to 512, not " + std::to_string(key_sketch_bits) + ".");
+        if (!bits(value_sketch_bits, 512)) throw invalid_argument("value_sketch_bits must be a multiple of 4 from 0 (default) to 512, not " + std::to_string(value_sketch_bits) + ".");
+        if (!(line_factor >= 0.75F && line_factor <= 2.0F)) throw invalid_argument("line_factor must be 0.75 to 2, not " + std::to_string(line_factor) + ".");
+        if (!(tau > 0.0F && tau <= 1.0F)) throw invalid_argument("tau must be above 0 and at most 1, not " + std::to_string(tau) + ".");
+        if (cap < 0) throw invalid_argument("cap must be 0 or more tokens, not " + std::to_string(cap) + ".");
+        if (line_slots < 0 || line_slots % 32 != 0) throw invalid_argument("line_slots must be a multiple of 32, not " + std::to_string(line_slots) + ".");
+        if (horizon < 0) throw invalid_argument("horizon must be 0 (never) or more tokens, not " + std::to_string(horizon) + ".");
+        if (!(shrinkage > 0.0F && shrinkage <= 1.0F)) throw invalid_argument("shrinkage must be above 0 and at most 1, not " + std::to_string(shrinkage) + ".");
+        if (!(metric_power >= 0.0F && metric_power <= 2.0F)) throw invalid_argument("metric_power must be 0 to 2, not " + std::to_string(metric_power) + ".");
+        if (metric_memory < 1) throw invalid_argument("metric_memory must be 1 token or more, not " + std::to_string(metric_memory) + ".");
+        if (epoch_tokens < 256) throw invalid_argument("epoch_tokens must be 256 or more, not " + std::to_string(epoch_tokens) + ".");
+    }
+};
+
+}  // namespace sekv

@@ -1,0 +1,79 @@
+// What crosses from the host tier to the device tier, and how long it takes.
+#pragma once
+
+#include <array>
+#include <bit>
+#include <cstdint>
+
+namespace sekv {
+
+/// Durations in logarithmic buckets, eight per doubling: a percentile is known within 9%.
+class latency_histogram {
+public:
+    void add(std::uint64_t nanoseconds) noexcept {
+        ++buckets_[bucket(nanoseconds)];
+        ++count_;
+        if (nanoseconds > most_) most_ = nanoseconds;
+    }
+    latency_histogram& operator+=(const latency_histogram& o) noexcept {
+        for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i] += o.buckets_[i];
+        count_ += o.count_;
+        if (o.most_ > most_) most_ = o.most_;
+        return *this;
+    }
+    [[nodiscard]] std::uint64_t count() const noexcept { return count_; }
+    [[nodiscard]] std::uint64_t max() const noexcept { return most_; }
+    /// Nanoseconds that a share p (0 to 1) of the additions did not exceed, up to the bucket's width; 0 when empty.
+    [[nodiscard]] std::uint64_t percentile(double p) const noexcept {
+        if (count_ == 0) return 0;
+        const auto rank = static_cast<std::uint64_t>(p * static_cast<double>(count_ - 1)) + 1;
+        std::uint64_t seen = 0;
+        for (std::size_t i = 0; i < buckets_.size(); ++i) {
+            seen += buckets_[i];
+            if (seen >= rank) return upper(i) < most_ ? upper(i) : most_;
+        }
+        return most_;
+    }
+
+private:
+    static constexpr std::size_t bucket(std::uint64_t ns) noexcept {
+        if (ns < 8) return static_cast<std::size_t>(ns);
+        const auto octave = static_cast<std::size_t>(std::bit_width(ns)) - 4;  // ns >> octave is 8 to 15
+        return octave * 8 + static_cast<std::size_t>(ns >> octave);
+    }
+    static constexpr std::uint64_t upper(std::size_t i) noexcept {
+        if (i < 16) return i;
+        const auto octave = i / 8 - 1;
+        return ((static_cast<std::uint64_t>(i % 8) + 9) << octave) - 1;
+    }
+    std::array<std::uint64_t, 512> buckets_{};
+    std::uint64_t count_ = 0;
+    std::uint64_t most_ = 0;
+};
+
+/// Counters of zooming. A "zoom" is one KV head's list for one query token.
+struct zoom_metrics {
+    std::uint64_t zooms = 0;       ///< lists made
+    std::uint64_t tokens = 0;      ///< tokens read at full resolution
+    std::uint64_t capped = 0;      ///< lists that the cap shortened
+    std::uint64_t hits = 0;        ///< tokens whose line was in the line cache
+    std::uint64_t misses = 0;      ///< tokens whose line crossed from the host tier
+    std::uint64_t bytes = 0;       ///< that crossed
+    std::uint64_t most_tokens = 0; ///< the longest list
+    latency_histogram latency;     ///< of resolving and fetching one list
+
+    zoom_metrics& operator+=(const zoom_metrics& o) noexcept {
+        zooms += o.zooms;
+        tokens += o.tokens;
+        capped += o.capped;
+        hits += o.hits;
+        misses += o.misses;
+        bytes += o.bytes;
+        if (o.most_tokens > most_tokens) most_tokens = o.most_tokens;
+        latency += o.latency;
+        return *this;
+    }
+    [[nodiscard]] double hit_rate() const noexcept { return tokens > 0 ? static_cast<double>(hits) / static_cast<double>(hits + misses) : 0.0; }
+};
+
+}  // namespace sekv

@@ -1,0 +1,73 @@
+#include "sekv/exec/memory.hpp"
+
+#include <cstring>
+#include <new>
+#include <string>
+
+namespace sekv {
+
+const char* name_of(tier t) noexcept { return t == tier::device ? "device" : "host"; }
+
+const char* name_of(kind k) noexcept {
+    static constexpr std::array<const char*, kind_count> names{"exact", "sketch", "basis", "lines", "line_cache", "statistics", "workspace"};
+    return names[static_cast<std::size_t>(k)];
+}
+
+namespace {
+
+class heap_resource final : public memory_resource {
+public:
+    void* allocate(tier, std::size_t bytes, std::size_t alignment) override { return ::operator new(bytes, std::align_val_t{alignment}, std::nothrow); }
+    void deallocate(tier, void* p, std::size_t, std::size_t alignment) noexcept override { ::operator delete(p, std::align_val_t{alignment}); }
+};
+
+}  // namespace
+
+std::shared_ptr<memory_resource> make_heap_resource() { return std::make_shared<heap_resource>(); }
+
+buffer::~buffer() {
+    if (data_ == nullptr) return;
+    owner_->resource_->deallocate(tier_, data_, size_ + padding, alignment);
+    owner_->used_.at(tier_, kind_) -= size_;
+}
+
+buffer memory::allocate(tier t, kind k, std::size_t bytes) {
+    buffer b;
+    if (bytes == 0) return b;
+    if (bytes > available(t))
+        throw budget_error(std::string("The ") + name_of(t) + " tier's budget of " + std::to_string(limit(t)) + " bytes has " + std::to_string(available(t)) + " left, too few for " +
+                               std::to_string(bytes) + " bytes of kind " + name_of(k) + "; raise the budget or close sequences.",
+                           bytes, available(t));
+    void* p = nullptr;
+    try {
+        p = resource_->allocate(t, bytes + buffer::padding, buffer::alignment);
+    } catch (const std::bad_alloc&) {
+        p = nullptr;  // reported below, as one of the library's own errors
+    }
+    if (p == nullptr)
+        throw budget_error(std::string("The memory resource of the ") + name_of(t) + " tier gave no " + std::to_string(bytes) + " bytes for kind " + name_of(k) + "; free memory or lower the budgets.", bytes, 0);
+    std::memset(p, 0, bytes + buffer::padding);
+    b.owner_ = shared_from_this();
+    b.data_ = static_cast<std::byte*>(p);
+    b.size_ = bytes;
+    b.tier_ = t;
+    b.kind_ = k;
+    used_.at(t, k) += bytes;
+    const auto now = used_.total(t);
+    if (now > peak_[static_cast<std::size_t>(t)]) peak_[static_cast<std::size_t>(t)] = now;
+    return b;
+}
+
+void memory::require(const demand& need, const char* purpose, const demand& freed) const {
+    const auto check = [&](tier t, std::uint64_t bytes, std::uint64_t back) {
+        const auto room = limit(t) == unlimited ? unlimited : available(t) + back;
+        if (bytes > room)
+            throw budget_error(std::string("The ") + name_of(t) + " tier's budget of " + std::to_string(limit(t)) + " bytes has " + std::to_string(room) + " for " + purpose + ", which needs " +
+                                   std::to_string(bytes) + "; raise the budget or close sequences.",
+                               bytes, room);
+    };
+    check(tier::device, need.device, freed.device);
+    check(tier::host, need.host, freed.host);
+}
+
+}  // namespace sekv
