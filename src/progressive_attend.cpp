@@ -102,7 +102,7 @@ void progressive_codec::attend(sequence& s, const std::vector<unit>& units, cons
         float* row = x.scores + g * x.stride;
         x.max[g] = host::max_of(row, x.stride);
         if (std::isinf(x.max[g])) return;  // only sinks are sealed
-        const float sum = host::exp_sum(row, x.stride, x.max[g]);
+        const float sum = host::sketch_weights(row, x.stride, x.max[g]);
         const float sealed = x.max[g] + std::log(sum);
         const float exact = q.state->log_sum_exp(g);
         const float top = std::max(sealed, exact);

@@ -26,6 +26,17 @@ float partial_logits(const routing_tables& tables, const key_view& keys, const f
     return widest;
 }
 
+// Marks the planes before which byte sums must be spilled, so that none exceeds 255.
+void mark_fresh(const routing_tables& tables) {
+    int sum = 0;
+    for (std::int32_t p = 0; p < tables.view.planes; ++p) {
+        const auto* low = tables.low + static_cast<std::int64_t>(p) * tables.view.group * 16;
+        const int most = *std::max_element(low, low + tables.view.group * 16);
+        tables.fresh[p] = sum + most > 255 ? 1 : 0;
+        sum = tables.fresh[p] != 0 ? most : sum + most;
+    }
+}
+
 }  // namespace
 
 void fill_tables(routing_tables& tables, const key_view& keys, const float* t, const float* query_mean, std::int32_t size) {
@@ -52,6 +63,7 @@ void fill_tables(routing_tables& tables, const key_view& keys, const float* t, c
         tables.step[g] = step;
         tables.base[g] = base;
     }
+    mark_fresh(tables);
 }
 
 void choose_zoom(zoom_list& list, const float* weights, std::int64_t weight_stride, std::int32_t group, const float* factors, std::int64_t count, const progressive_options& options,

@@ -50,25 +50,43 @@ HWY_INLINE void store_scores(const token_sums& s, float step, float base, float*
     }
 }
 
-// G queries of one block; a half of the plane's nibbles (64 tokens / 2) is Lanes-wise swept.
+// Bytes are summed as bytes as long as they can't overflow, then spilled into the words.
+struct byte_sums {
+    bytes_vec low, high;  // of tokens in low nibbles, in high nibbles
+};
+
+// G queries of one block.
 template <int G>
-HWY_INLINE void score_block(const std::uint8_t* HWY_RESTRICT block, const score_tables& t, std::int32_t first, float* HWY_RESTRICT out, std::int64_t stride) {
+HWY_INLINE void score_block(const std::uint8_t* HWY_RESTRICT block, const std::uint8_t* next, const score_tables& t, std::int32_t first, float* HWY_RESTRICT out, std::int64_t stride) {
     const bytes_tag d8;
     const words_tag dw;
     const auto n = static_cast<std::int32_t>(hn::Lanes(d8));
     const auto low_mask = hn::Set(d8, 0x0f);
     for (std::int32_t at = 0; at < plane_bytes; at += n) {
         token_sums a[G], b[G];
-        for (int g = 0; g < G; ++g) a[g].even = a[g].odd = b[g].even = b[g].odd = hn::Zero(dw);
+        byte_sums s[G];
+        for (int g = 0; g < G; ++g) {
+            a[g].even = a[g].odd = b[g].even = b[g].odd = hn::Zero(dw);
+            s[g].low = s[g].high = hn::Zero(d8);
+        }
+        const auto spill = [&] {
+            for (int g = 0; g < G; ++g) {
+                add_low(a[g], s[g].low);
+                add_low(b[g], s[g].high);
+                s[g].low = s[g].high = hn::Zero(d8);
+            }
+        };
         for (std::int32_t p = 0; p < t.planes; ++p) {
             const auto x = hn::LoadU(d8, block + p * plane_bytes + at);
+            if (p % 2 == 0) hwy::Prefetch(next + p * plane_bytes);
             const auto lo = hn::And(x, low_mask);
             const auto hi = hn::And(hn::BitCast(d8, hn::ShiftRight<4>(hn::BitCast(dw, x))), low_mask);
+            if (t.fresh == nullptr || t.fresh[p] != 0) spill();
             const auto* table = t.low + static_cast<std::int64_t>(p * t.group + first) * 16;
             for (int g = 0; g < G; ++g) {
                 const auto v = hn::LoadDup128(d8, table + g * 16);
-                add_low(a[g], hn::TableLookupBytes(v, lo));
-                add_low(b[g], hn::TableLookupBytes(v, hi));
+                s[g].low = hn::Add(s[g].low, hn::TableLookupBytes(v, lo));
+                s[g].high = hn::Add(s[g].high, hn::TableLookupBytes(v, hi));
             }
             if (t.wide[p] == 0) continue;
             table = t.high + static_cast<std::int64_t>(p * t.group + first) * 16;
@@ -78,6 +96,7 @@ HWY_INLINE void score_block(const std::uint8_t* HWY_RESTRICT block, const score_
                 add_high(b[g], hn::TableLookupBytes(v, hi));
             }
         }
+        spill();
         for (int g = 0; g < G; ++g) {
             store_scores(a[g], t.step[first + g], t.base[first + g], out + g * stride + at);
             store_scores(b[g], t.step[first + g], t.base[first + g], out + g * stride + 32 + at);
@@ -88,75 +107,112 @@ HWY_INLINE void score_block(const std::uint8_t* HWY_RESTRICT block, const score_
 void Scores(const std::uint8_t* const* blocks, std::int64_t count, const score_tables& t, float* scores, std::int64_t stride) {
     for (std::int64_t b = 0; b < count; ++b) {
         float* out = scores + b * block_tokens;
-        if (b + 2 < count) hwy::Prefetch(blocks[b + 2]);
+        const auto* next = blocks[b + 1 < count ? b + 1 : b];
         std::int32_t g = 0;
-        for (; g + 4 <= t.group; g += 4) score_block<4>(blocks[b], t, g, out + g * stride, stride);
-        if (t.group - g == 3) score_block<3>(blocks[b], t, g, out + g * stride, stride);
-        if (t.group - g == 2) score_block<2>(blocks[b], t, g, out + g * stride, stride);
-        if (t.group - g == 1) score_block<1>(blocks[b], t, g, out + g * stride, stride);
+        for (; g + 4 <= t.group; g += 4) score_block<4>(blocks[b], next, t, g, out + g * stride, stride);
+        if (t.group - g == 3) score_block<3>(blocks[b], next, t, g, out + g * stride, stride);
+        if (t.group - g == 2) score_block<2>(blocks[b], next, t, g, out + g * stride, stride);
+        if (t.group - g == 1) score_block<1>(blocks[b], next, t, g, out + g * stride, stride);
     }
 }
 
-// Codes of one field for the 64 tokens of a block, as floats.
-HWY_INLINE void field_codes(const std::uint8_t* HWY_RESTRICT plane, const sketch_field& f, float* HWY_RESTRICT codes) {
+// exp by 2^n * 2^f: a quartic for f in [-1/2, 1/2].
+float Weights(float* HWY_RESTRICT values, std::int64_t count, float shift) {
+    const hn::ScalableTag<float> df;
+    const hn::RebindToSigned<decltype(df)> di;
+    const auto n = static_cast<std::int64_t>(hn::Lanes(df));
+    const auto log2e = hn::Set(df, 1.44269504F);
+    const auto offset = hn::Set(df, -shift * 1.44269504F);
+    const auto least = hn::Set(df, -126.0F);
+    const auto c4 = hn::Set(df, 0.00956999F), c3 = hn::Set(df, 0.05591759F), c2 = hn::Set(df, 0.24024744F), c1 = hn::Set(df, 0.69312185F), c0 = hn::Set(df, 0.99999928F);
+    const auto exponential = [&](auto x) {
+        const auto y = hn::MulAdd(x, log2e, offset);
+        const auto whole = hn::Round(hn::Max(y, least));
+        const auto f = hn::Sub(hn::Max(y, least), whole);
+        const auto p = hn::MulAdd(hn::MulAdd(hn::MulAdd(hn::MulAdd(c4, f, c3), f, c2), f, c1), f, c0);
+        const auto scaled = hn::BitCast(df, hn::Add(hn::BitCast(di, p), hn::ShiftLeft<23>(hn::ConvertTo(di, whole))));
+        return hn::IfThenElseZero(hn::Gt(y, least), scaled);
+    };
+    auto s0 = hn::Zero(df), s1 = s0;
+    std::int64_t i = 0;
+    for (; i + 2 * n <= count; i += 2 * n) {
+        const auto a = exponential(hn::LoadU(df, values + i));
+        const auto b = exponential(hn::LoadU(df, values + i + n));
+        hn::StoreU(a, df, values + i);
+        hn::StoreU(b, df, values + i + n);
+        s0 = hn::Add(s0, a);
+        s1 = hn::Add(s1, b);
+    }
+    float sum = hn::GetLane(hn::SumOfLanes(df, hn::Add(s0, s1)));
+    HWY_ALIGN float rest[hn::MaxLanes(hn::ScalableTag<float>())];
+    for (; i < count; i += n) {
+        const auto left = count - i < n ? count - i : n;
+        for (std::int64_t j = 0; j < n; ++j) rest[j] = j < left ? values[i + j] : 0.0F;
+        hn::Store(exponential(hn::Load(df, rest)), df, rest);
+        for (std::int64_t j = 0; j < left; ++j) sum += values[i + j] = rest[j];
+    }
+    return sum;
+}
+
+// The codes of one field for a vector of tokens, as floats.
+HWY_INLINE hn::Vec<hn::CappedTag<float, 16>> field_codes(const std::uint8_t* HWY_RESTRICT plane, int shift, int mask) {
     const hn::CappedTag<float, 16> df;
     const hn::RebindToSigned<decltype(df)> di;
     const hn::Rebind<std::uint8_t, decltype(df)> d8;
-    const auto mask = hn::Set(di, f.mask);
-    const auto shift_low = static_cast<int>(f.shift);
-    for (std::size_t i = 0; i < 32; i += hn::Lanes(df)) {
-        const auto x = hn::PromoteTo(di, hn::LoadU(d8, plane + i));
-        hn::StoreU(hn::ConvertTo(df, hn::And(hn::ShiftRightSame(x, shift_low), mask)), df, codes + i);
-        hn::StoreU(hn::ConvertTo(df, hn::And(hn::ShiftRightSame(x, shift_low + 4), mask)), df, codes + 32 + i);
-    }
+    const auto x = hn::PromoteTo(di, hn::LoadU(d8, plane));
+    return hn::ConvertTo(df, hn::And(hn::ShiftRightSame(x, shift), hn::Set(di, mask)));
 }
 
-HWY_INLINE float dot64(const float* HWY_RESTRICT a, const float* HWY_RESTRICT b) {
+// One field over some blocks for G queries: their sums stay in registers, their weights in L1.
+template <int G>
+HWY_INLINE void field_sums(const std::uint8_t* const* blocks, std::int64_t count, const sketch_field& f, const float* HWY_RESTRICT weights, std::int64_t stride, float* sums, std::int32_t sum_stride) {
     const hn::CappedTag<float, 16> df;
-    const auto n = hn::Lanes(df);
+    const auto n = static_cast<std::int64_t>(hn::Lanes(df));
+    hn::Vec<hn::CappedTag<float, 16>> s[G];
+    for (int g = 0; g < G; ++g) s[g] = hn::Zero(df);
+    for (std::int64_t b = 0; b < count; ++b) {
+        const auto* plane = blocks[b] + f.plane * plane_bytes;
+        const float* w = weights + b * block_tokens;
+        for (std::int64_t i = 0; i < 32; i += n) {
+            const auto low = field_codes(plane + i, f.shift, f.mask);
+            const auto high = field_codes(plane + i, f.shift + 4, f.mask);
+            for (int g = 0; g < G; ++g) {
+                s[g] = hn::MulAdd(low, hn::LoadU(df, w + g * stride + i), s[g]);
+                s[g] = hn::MulAdd(high, hn::LoadU(df, w + g * stride + 32 + i), s[g]);
+            }
+        }
+    }
+    for (int g = 0; g < G; ++g) sums[g * sum_stride] += hn::GetLane(hn::SumOfLanes(df, s[g]));
+}
+
+float Sum(const float* HWY_RESTRICT values, std::int64_t count) {  // count: a multiple of 64
+    const hn::CappedTag<float, 16> df;
+    const auto n = static_cast<std::int64_t>(hn::Lanes(df));
     auto s0 = hn::Zero(df), s1 = s0;
-    for (std::size_t i = 0; i < 64; i += 2 * n) {
-        s0 = hn::MulAdd(hn::LoadU(df, a + i), hn::LoadU(df, b + i), s0);
-        s1 = hn::MulAdd(hn::LoadU(df, a + i + n), hn::LoadU(df, b + i + n), s1);
+    for (std::int64_t i = 0; i < count; i += 2 * n) {
+        s0 = hn::Add(s0, hn::LoadU(df, values + i));
+        s1 = hn::Add(s1, hn::LoadU(df, values + i + n));
     }
     return hn::GetLane(hn::SumOfLanes(df, hn::Add(s0, s1)));
 }
 
-// Accumulates codes * weights into a vector per (query, field), reduced once at the end.
 void Values(const std::uint8_t* const* blocks, std::int64_t count, const sketch_field* fields, std::int32_t field_count, const float* weights, std::int64_t stride, std::int32_t group, float* sums,
             float* totals) {
-    const hn::CappedTag<float, 16> df;
-    const auto n = static_cast<std::int64_t>(hn::Lanes(df));
-    HWY_ALIGN float codes[block_tokens];
-    HWY_ALIGN float ones[block_tokens];
-    for (float& x : ones) x = 1.0F;
-    constexpr std::int32_t chunk = 8;  // fields whose accumulators are swept together: 8 x 16 queries x a vector stay in L1
-    HWY_ALIGN float lanes[chunk * 16 * 16];
-    for (std::int32_t g0 = 0; g0 < group; g0 += 16) {
-        const std::int32_t gs = group - g0 < 16 ? group - g0 : 16;
-        for (std::int32_t f0 = 0; f0 < field_count; f0 += chunk) {
-            const std::int32_t fs = field_count - f0 < chunk ? field_count - f0 : chunk;
-            for (float& x : lanes) x = 0.0F;
-            for (std::int64_t b = 0; b < count; ++b) {
-                const float* w = weights + g0 * stride + b * block_tokens;
-                for (std::int32_t f = 0; f < fs; ++f) {
-                    const auto& field = fields[f0 + f];
-                    field_codes(blocks[b] + field.plane * plane_bytes, field, codes);
-                    for (std::int32_t g = 0; g < gs; ++g) {
-                        float* acc = lanes + (f * 16 + g) * 16;
-                        auto s = hn::Load(df, acc);
-                        for (std::int64_t i = 0; i < block_tokens; i += n) s = hn::MulAdd(hn::Load(df, codes + i), hn::LoadU(df, w + g * stride + i), s);
-                        hn::Store(s, df, acc);
-                    }
-                }
+    constexpr std::int64_t chunk = 16;  // blocks whose weights for four queries fit in L1 beside their planes
+    for (std::int64_t b = 0; b < count; b += chunk) {
+        const std::int64_t n = count - b < chunk ? count - b : chunk;
+        const float* w = weights + b * block_tokens;
+        for (std::int32_t g = 0; g < group; ++g) totals[g] += Sum(w + g * stride, n * block_tokens);
+        for (std::int32_t g = 0; g < group; g += 4) {
+            const auto left = group - g;
+            for (std::int32_t f = 0; f < field_count; ++f) {
+                float* out = sums + g * field_count + f;
+                const float* from = w + g * stride;
+                if (left >= 4) field_sums<4>(blocks + b, n, fields[f], from, stride, out, field_count);
+                if (left == 3) field_sums<3>(blocks + b, n, fields[f], from, stride, out, field_count);
+                if (left == 2) field_sums<2>(blocks + b, n, fields[f], from, stride, out, field_count);
+                if (left == 1) field_sums<1>(blocks + b, n, fields[f], from, stride, out, field_count);
             }
-            for (std::int32_t f = 0; f < fs; ++f)
-                for (std::int32_t g = 0; g < gs; ++g) sums[(g0 + g) * field_count + f0 + f] += hn::GetLane(hn::SumOfLanes(df, hn::Load(df, lanes + (f * 16 + g) * 16)));
-        }
-        for (std::int32_t g = 0; g < gs; ++g) {
-            float s = 0.0F;
-            for (std::int64_t b = 0; b < count; ++b) s += dot64(weights + (g0 + g) * stride + b * block_tokens, ones);
-            totals[g0 + g] += s;
         }
     }
 }
@@ -210,6 +266,7 @@ HWY_AFTER_NAMESPACE();
 namespace sekv::host {
 HWY_EXPORT(Scores);
 HWY_EXPORT(Values);
+HWY_EXPORT(Weights);
 HWY_EXPORT(SelectSum);
 HWY_EXPORT(SelectMax);
 
@@ -220,6 +277,7 @@ void sketch_values(const std::uint8_t* const* blocks, std::int64_t block_count, 
                    float* sums, float* totals) {
     HWY_DYNAMIC_DISPATCH(Values)(blocks, block_count, fields, field_count, weights, weight_stride, group, sums, totals);
 }
+float sketch_weights(float* values, std::int64_t count, float shift) { return HWY_DYNAMIC_DISPATCH(Weights)(values, count, shift); }
 std::int64_t select_above(const float* weights, std::int64_t weight_stride, std::int32_t group, const float* factors, float threshold, std::int64_t count, std::int32_t* found, float* mass) {
     return HWY_DYNAMIC_DISPATCH(SelectSum)(weights, weight_stride, group, factors, threshold, count, found, mass);
 }

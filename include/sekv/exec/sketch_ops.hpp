@@ -17,12 +17,17 @@ struct score_tables {
     const std::uint8_t* low = nullptr;    ///< [planes, group, 16]
     const std::uint8_t* high = nullptr;   ///< [planes, group, 16], read only where `wide` is set
     const std::uint8_t* wide = nullptr;   ///< [planes]: 1 where some query's table needs its high byte
+    const std::uint8_t* fresh = nullptr;  ///< [planes]: 0 where every query's low bytes, summed from the last plane with 1 up to this one, stay below 256; null: 1 everywhere
     const float* step = nullptr;          ///< [group]
     const float* base = nullptr;          ///< [group]
 };
 
 /// scores[g * score_stride + b * 64 + i] = sketch logit of token i of block b < block_count for query g.
 void sketch_scores(const std::uint8_t* const* blocks, std::int64_t block_count, const score_tables& tables, float* scores, std::int64_t score_stride);
+
+/// values[i] = exp(values[i] - shift) for count values, and returns their sum: as exp_sum of row_ops.hpp, but to a relative error of 1e-5 only, which is far below the
+/// sketch's own, in a third of the time. shift must be finite; -infinity gives 0.
+float sketch_weights(float* values, std::int64_t count, float shift);
 
 /// One field of a nibble: code = (nibble >> shift) & mask.
 struct sketch_field {

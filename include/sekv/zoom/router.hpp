@@ -16,6 +16,7 @@ struct routing_tables {
     std::uint8_t* low = nullptr;
     std::uint8_t* high = nullptr;
     std::uint8_t* wide = nullptr;
+    std::uint8_t* fresh = nullptr;
     float* step = nullptr;
     float* base = nullptr;
     float* partial = nullptr;  ///< [planes, 16], one query's logits before rounding
@@ -25,10 +26,11 @@ struct routing_tables {
         low = a.take<std::uint8_t>(static_cast<std::int64_t>(planes) * group * 16);
         high = a.take<std::uint8_t>(static_cast<std::int64_t>(planes) * group * 16);
         wide = a.take<std::uint8_t>(planes);
+        fresh = a.take<std::uint8_t>(planes);
         step = a.take<float>(group);
         base = a.take<float>(group);
         partial = a.take<float>(static_cast<std::int64_t>(planes) * 16);
-        view = {planes, group, low, high, wide, step, base};
+        view = {planes, group, low, high, wide, fresh, step, base};
     }
 };
 
