@@ -62,7 +62,9 @@ key_basis fit_keys(const float* keys, std::int64_t count, std::int32_t size, con
         for (Eigen::Index j = 0; j < d; ++j) out[j] = static_cast<double>(keys[i * d + j]) - mean[j];
     });
     const auto m = falling(Eigen::Map<const matrix>(metric.data(), d, d));
-    const Eigen::VectorXd root = m.values.cwiseMax(1e-9 * std::max(m.values[0], 1e-300)).array().pow(power / 2);
+    // The metric's scale cancels between A and the codes; a mean eigenvalue of 1 keeps A inside fp16 for queries of any magnitude.
+    const double mean_value = std::max(m.values.mean(), 1e-300);
+    const Eigen::VectorXd root = (m.values.cwiseMax(1e-9 * std::max(m.values[0], 1e-300)) / mean_value).array().pow(power / 2);
     const matrix w = m.vectors * root.asDiagonal() * m.vectors.transpose();
     const matrix inverse = m.vectors * root.cwiseInverse().asDiagonal() * m.vectors.transpose();
     const auto u = falling(w * s * w);

@@ -39,19 +39,23 @@ std::int64_t progressive_codec::exact_stride(std::int32_t index) const noexcept 
 
 progressive_codec::sequence progressive_codec::open(std::int64_t capacity) {
     sequence s{line_cache(pool_->budget(), layout_.heads(), options_.line_slots, widest_line_, capacity), pool_->make(tier::host, kind::statistics, layout_.moment_bytes()),
-               std::vector<double>(model_.layers.size(), 0.0), {}, nullptr, nullptr, 0, 0, 0};
+               std::vector<double>(model_.layers.size(), 0.0), {}, nullptr, nullptr, 0, 0, 0, 0, capacity};
     return s;
 }
 
 progressive_codec::sequence progressive_codec::fork(const sequence& from, std::int64_t length) {
     // Reserved for the longest sequence that the parent's tags can tell apart; the child's cache starts empty.
-    sequence s{line_cache(pool_->budget(), layout_.heads(), options_.line_slots, widest_line_, 0), from.moments, from.samples, from.snapshots, from.newest, from.newest_keys, from.since_fit, from.epochs, from.sketched_at};
+    sequence s{line_cache(pool_->budget(), layout_.heads(), options_.line_slots, widest_line_, 0), from.moments, from.samples, from.snapshots, from.newest, from.newest_keys, from.since_fit, from.epochs, from.sketched_at, from.sealed_end, from.capacity};
     truncate(s, length);
     return s;
 }
 
 void progressive_codec::truncate(sequence& s, std::int64_t length) noexcept {
     s.cache.invalidate_from(length);
+    if (length < s.sealed_end) {
+        s.since_fit = std::max<std::int64_t>(0, s.since_fit - (s.sealed_end - length));
+        s.sealed_end = length;
+    }
     if (s.snapshots.empty() || s.snapshots.back().length <= length) return;
     while (s.snapshots.size() > 1 && s.snapshots.back().length > length) s.snapshots.pop_back();
     s.moments = s.snapshots.back().moments;
@@ -61,7 +65,12 @@ void progressive_codec::truncate(sequence& s, std::int64_t length) noexcept {
 usage progressive_codec::sequence_usage(const sequence& s, const std::vector<unit>& units) const {
     usage u;
     u.at(tier::device, kind::line_cache) = line_cache::bytes(layout_.heads(), options_.line_slots, widest_line_);
-    u.at(tier::host, kind::statistics) = layout_.moment_bytes() * (1 + s.snapshots.size());
+    const page* moments = nullptr;  // a snapshot shares the page of the next until queries change it
+    for (const auto& x : s.snapshots) {
+        u.at(tier::host, kind::statistics) += x.moments.get() != moments ? layout_.moment_bytes() : 0;
+        moments = x.moments.get();
+    }
+    u.at(tier::host, kind::statistics) += s.moments.get() != moments ? layout_.moment_bytes() : 0;
     u.at(tier::device, kind::sketch) = units.size() * layout_.sketch_block_bytes();
     u.at(tier::host, kind::lines) = units.size() * layout_.line_block_bytes();
     u.at(tier::host, kind::exact) = units.size() * exact_block_bytes_;
@@ -89,11 +98,13 @@ std::int64_t progressive_codec::epochs_for(const sequence& s, std::int64_t token
     return std::max<std::int64_t>(1, (tokens + length / 2) / length);
 }
 
-demand progressive_codec::seal_bytes(const sequence& s, std::int64_t tokens, std::int64_t blocks) const {
+demand progressive_codec::seal_bytes(const sequence& s, token_range range, std::int64_t blocks, const segmenter&) const {
     const auto n = static_cast<std::uint64_t>(blocks);
-    auto fits = static_cast<std::uint64_t>(epochs_for(s, tokens));
+    auto fits = static_cast<std::uint64_t>(epochs_for(s, range.count));
     if (fits == 0 && s.since_fit >= options_.epoch_tokens) fits = 1;
-    const std::uint64_t spare = options_.horizon > 0 ? static_cast<std::uint64_t>(s.epochs) + fits : 0;  // the next generation's bases stand beside the present one's
+    // The next generation's bases will stand beside the present one's, if the sequence can live to see them.
+    const auto next = (s.newest ? s.sketched_at : range.end()) + options_.horizon;
+    const std::uint64_t spare = options_.horizon > 0 && next < s.capacity ? static_cast<std::uint64_t>(s.epochs) + fits : 0;
     return {n * layout_.sketch_block_bytes() + fits * (layout_.epoch_bytes() + layout_.key_device_bytes()) + spare * layout_.key_device_bytes(),
             n * (layout_.line_block_bytes() + exact_block_bytes_) + fits * layout_.key_host_bytes() + spare * layout_.key_host_bytes()};
 }
@@ -101,12 +112,13 @@ demand progressive_codec::seal_bytes(const sequence& s, std::int64_t tokens, std
 void progressive_codec::observe(sequence& s, std::int32_t layer, const float* queries, std::int32_t group, std::int64_t tokens) {
     const auto& l = model_.layers[static_cast<std::size_t>(layer)];
     const auto owner = l.kv_source >= 0 ? l.kv_source : layer;
-    if (layout_.head_index(owner, 0) < 0 || tokens == 0) return;
+    if (layout_.head_index(owner, 0) < 0) return;
     if (s.moments.use_count() > 1) {
         auto own = pool_->make(tier::host, kind::statistics, layout_.moment_bytes());
         std::memcpy(own->data(), s.moments->data(), layout_.moment_bytes());
         s.moments = std::move(own);
     }
+    if (tokens == 0) return;
     const double decay = std::exp(-1.0 / options_.metric_memory);
     const auto stride = static_cast<std::int64_t>(l.query_heads()) * l.key_size;
     const auto body = [&](std::int64_t h, std::int32_t) {
@@ -131,7 +143,7 @@ void progressive_codec::advance(sequence& s, std::vector<unit>& units, std::int6
         if (s.snapshots.size() > kept_snapshots) s.snapshots.erase(s.snapshots.begin());
     }
     const auto h = options_.horizon;
-    if (h == 0 || units.empty() || length / h <= s.sketched_at / h) return;
+    if (h == 0 || units.empty() || length < s.sketched_at + h) return;
     std::uint64_t epochs = 1;
     for (std::size_t i = 1; i < units.size(); ++i) epochs += units[i].payload.statistics != units[i - 1].payload.statistics ? 1 : 0;
     if (epochs * layout_.key_device_bytes() <= device_room) resketch(s, units, length);

@@ -223,6 +223,7 @@ std::vector<progressive_codec::unit> progressive_codec::seal(sequence& s, const 
     s.newest = std::move(newest);
     s.newest_keys = std::move(newest_keys);
     s.since_fit = since_fit;
+    s.sealed_end = all.end();
     return units;
 }
 

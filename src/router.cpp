@@ -8,8 +8,9 @@ namespace sekv {
 namespace {
 
 constexpr float coarsest_step = 0.05F;  // nats
+constexpr float largest_sum = 65000.0F; // steps that a sum over the planes may reach: 16 bits, less the planes' rounding
 
-// One query's partial logits by plane and nibble; returns their widest range.
+// One query's partial logits by plane and nibble; returns the step that their ranges ask for.
 float partial_logits(const routing_tables& tables, const key_view& keys, const float* t) {
     std::fill_n(tables.partial, tables.view.planes * 16, 0.0F);
     for (std::size_t f = 0; f < keys.sketch.fields.size(); ++f) {
@@ -18,12 +19,13 @@ float partial_logits(const routing_tables& tables, const key_view& keys, const f
         float* row = tables.partial + field.plane * 16;
         for (int v = 0; v < 16; ++v) row[v] += t[field.component] * (static_cast<float>((v >> field.shift) & field.mask) * level.factor + level.offset);
     }
-    float widest = 0;
+    float widest = 0, total = 0;
     for (std::int32_t p = 0; p < tables.view.planes; ++p) {
         const auto [least, most] = std::minmax_element(tables.partial + p * 16, tables.partial + p * 16 + 16);
         widest = std::max(widest, *most - *least);
+        total += *most - *least;
     }
-    return widest;
+    return std::max(std::clamp(widest / 255.0F, 1e-6F, coarsest_step), total / largest_sum);
 }
 
 // Marks the planes before which byte sums must be spilled, so that none exceeds 255.
@@ -45,7 +47,7 @@ void fill_tables(routing_tables& tables, const key_view& keys, const float* t, c
     std::fill_n(tables.wide, planes, std::uint8_t{0});
     for (std::int32_t g = 0; g < group; ++g) {
         const float* tg = t + static_cast<std::int64_t>(g) * size;
-        const float step = std::clamp(partial_logits(tables, keys, tg) / 255.0F, 1e-6F, coarsest_step);
+        const float step = partial_logits(tables, keys, tg);
         float base = query_mean[g];
         for (std::int32_t j = 0; j < size; ++j) base += 0.5F * tg[j] * tg[j] * keys.error[j];
         for (std::int32_t p = 0; p < planes; ++p) {
@@ -54,7 +56,7 @@ void fill_tables(routing_tables& tables, const key_view& keys, const float* t, c
             base += least;
             const auto at = static_cast<std::int64_t>(p * group + g) * 16;
             for (int v = 0; v < 16; ++v) {
-                const auto x = static_cast<std::uint32_t>(std::min((row[v] - least) / step + 0.5F, 65535.0F));
+                const auto x = static_cast<std::uint32_t>((row[v] - least) / step + 0.5F);
                 tables.low[at + v] = static_cast<std::uint8_t>(x & 0xffu);
                 tables.high[at + v] = static_cast<std::uint8_t>(x >> 8);
                 if (x > 0xffu) tables.wide[p] = 1;
@@ -68,6 +70,9 @@ void fill_tables(routing_tables& tables, const key_view& keys, const float* t, c
 
 void choose_zoom(zoom_list& list, const float* weights, std::int64_t weight_stride, std::int32_t group, const float* factors, std::int64_t count, const progressive_options& options,
                  float* largest) {
+    list.count = 0;
+    list.capped = false;
+    if (options.tau >= 1.0F) return;  // no probability exceeds 1 but by rounding
     const bool mean = options.rule == zoom_rule::mean;
     const float threshold = mean ? options.tau * static_cast<float>(group) : options.tau;
     list.count = (mean ? host::select_above : host::select_above_max)(weights, weight_stride, group, factors, threshold, count, list.tokens, list.mass);

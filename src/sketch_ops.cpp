@@ -107,7 +107,7 @@ HWY_INLINE void score_block(const std::uint8_t* HWY_RESTRICT block, const std::u
 void Scores(const std::uint8_t* const* blocks, std::int64_t count, const score_tables& t, float* scores, std::int64_t stride) {
     for (std::int64_t b = 0; b < count; ++b) {
         float* out = scores + b * block_tokens;
-        const auto* next = blocks[b + 1 < count ? b + 1 : b];
+        const auto* next = blocks[b + 3 < count ? b + 3 : b];
         std::int32_t g = 0;
         for (; g + 4 <= t.group; g += 4) score_block<4>(blocks[b], next, t, g, out + g * stride, stride);
         if (t.group - g == 3) score_block<3>(blocks[b], next, t, g, out + g * stride, stride);
@@ -122,11 +122,11 @@ float Weights(float* HWY_RESTRICT values, std::int64_t count, float shift) {
     const hn::RebindToSigned<decltype(df)> di;
     const auto n = static_cast<std::int64_t>(hn::Lanes(df));
     const auto log2e = hn::Set(df, 1.44269504F);
-    const auto offset = hn::Set(df, -shift * 1.44269504F);
+    const auto vs = hn::Set(df, shift);
     const auto least = hn::Set(df, -126.0F);
     const auto c4 = hn::Set(df, 0.00956999F), c3 = hn::Set(df, 0.05591759F), c2 = hn::Set(df, 0.24024744F), c1 = hn::Set(df, 0.69312185F), c0 = hn::Set(df, 0.99999928F);
     const auto exponential = [&](auto x) {
-        const auto y = hn::MulAdd(x, log2e, offset);
+        const auto y = hn::Mul(hn::Sub(x, vs), log2e);  // the difference first: large logits would cancel after the product
         const auto whole = hn::Round(hn::Max(y, least));
         const auto f = hn::Sub(hn::Max(y, least), whole);
         const auto p = hn::MulAdd(hn::MulAdd(hn::MulAdd(hn::MulAdd(c4, f, c3), f, c2), f, c1), f, c0);
@@ -202,6 +202,9 @@ void Values(const std::uint8_t* const* blocks, std::int64_t count, const sketch_
     for (std::int64_t b = 0; b < count; b += chunk) {
         const std::int64_t n = count - b < chunk ? count - b : chunk;
         const float* w = weights + b * block_tokens;
+        for (std::int64_t i = b + chunk; field_count > 0 && i < count && i < b + 2 * chunk; ++i) {  // each block is on a page of its own
+            for (std::int32_t p = 0; p <= fields[field_count - 1].plane; p += 2) hwy::Prefetch(blocks[i] + p * plane_bytes);
+        }
         for (std::int32_t g = 0; g < group; ++g) totals[g] += Sum(w + g * stride, n * block_tokens);
         for (std::int32_t g = 0; g < group; g += 4) {
             const auto left = group - g;

@@ -46,8 +46,8 @@ public:
     /// A new sequence with the first `length` tokens of s (-1: all that it has). Pages are shared until one side writes them; the child's line cache starts empty.
     /// Throws state_error in the middle of a step.
     [[nodiscard]] sequence fork(sequence s, std::int64_t length = -1);
-    /// Forgets the tokens from `length` on. Levels stay: a sealed block that is cut becomes shorter. Throws invalid_argument past the length, and state_error where
-    /// a sliding-window layer no longer has the rows that the shorter sequence would see.
+    /// Forgets the tokens from `length` on; in the middle of a step it takes back what some layers already have. Levels stay: a sealed block that is cut becomes shorter.
+    /// Throws invalid_argument past the length that every layer holds, and state_error where a sliding-window layer no longer has the rows that the shorter sequence would see.
     void truncate(sequence s, std::int64_t length);
     /// Tokens that every layer holds. Throws state_error in the middle of a step.
     [[nodiscard]] std::int64_t length(sequence s) const;
@@ -72,7 +72,8 @@ public:
 
     // Attention.
 
-    /// Lays out a step and allocates its workspace (device tier). Items of sequence{} are padding rows. Throws budget_error, state_error for a closed sequence.
+    /// Lays out a step and allocates its workspace (device tier). Items of sequence{} are padding rows; a sequence is in at most one item.
+    /// Throws invalid_argument, budget_error, state_error for a closed sequence.
     [[nodiscard]] plan make_plan(std::span<const batch_item> items, resolution how);
     /// Attention of the plan's query tokens [tokens, query_heads, key_size] over their sequences up to and including their own positions: out [tokens, query_heads, value_size], and lse
     /// [tokens, query_heads] (natural log-sum-exp of the scaled logits) unless null. Padding rows get zeros and -infinity. Queries are unscaled; they enter the metric.

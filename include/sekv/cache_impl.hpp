@@ -37,7 +37,8 @@ sequence basic_cache<S, B, C>::admit(std::unique_ptr<record> r) {
 
 template <scalar S, backend B, codec C>
 sequence basic_cache<S, B, C>::open(const sequence_options& options) {
-    if (options.capacity < 1) throw invalid_argument("sequence_options::capacity must be at least 1 token, not " + std::to_string(options.capacity) + ".");
+    constexpr std::int64_t longest = std::int64_t{1} << 30;  // zoom lists index tokens with 32 bits
+    if (options.capacity < 1 || options.capacity > longest) throw invalid_argument("sequence_options::capacity must be 1 to " + std::to_string(longest) + " tokens, not " + std::to_string(options.capacity) + ".");
     auto r = std::make_unique<record>(record{options.device_quota > 0 ? options.device_quota : default_quota(options.capacity), options.capacity, {}, nullptr, 0, {}, codec_.open(options.capacity), segmenter(options_.spans), {},
                                              std::vector<std::int64_t>(model_.layers.size(), 0), 0, true});
     if (options_.spans.policy == span_policy::key_novelty) {
@@ -53,6 +54,7 @@ sequence basic_cache<S, B, C>::open(const sequence_options& options) {
 template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::close(sequence s) {
     (void)at(s);
+    if (std::any_of(own_plan_.items_.begin(), own_plan_.items_.end(), [&](const batch_item& i) { return i.seq == s; })) own_plan_ = plan();
     slots_[s.index].state.reset();
 }
 
@@ -81,7 +83,7 @@ sequence basic_cache<S, B, C>::fork(sequence s, std::int64_t length) {
 template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::truncate(sequence s, std::int64_t length) {
     auto& r = at(s);
-    const auto all = settled_length(r, "truncate");
+    const auto all = residency_.least_length(r);
     if (length < 0 || length > all) throw invalid_argument("truncate takes a length of 0 to " + std::to_string(all) + " tokens, not " + std::to_string(length) + ".");
     residency_.truncate(r, length);
     restart_novelty(r);
@@ -107,7 +109,7 @@ template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::reserve(sequence s, std::int64_t tokens) {
     auto& r = at(s);
     const auto length = settled_length(r, "reserve");
-    if (tokens < 0 || length + tokens > r.capacity)
+    if (tokens < 0 || tokens > r.capacity - length)
         throw invalid_argument("Can't reserve " + std::to_string(tokens) + " tokens after " + std::to_string(length) + ": the sequence was opened for " + std::to_string(r.capacity) + ".");
     residency_.reserve(r, length, tokens);
 }
@@ -142,6 +144,8 @@ void basic_cache<S, B, C>::append(sequence s, std::int32_t layer, const rows_vie
     auto& length = r.lengths[static_cast<std::size_t>(layer)];
     if (position >= 0 && position != length)
         throw invalid_argument("Tokens out of order: layer " + std::to_string(layer) + " holds " + std::to_string(length) + " tokens, and the next to append is at position " + std::to_string(position) + ".");
+    if (keys.tokens > r.capacity - length)
+        throw invalid_argument("Can't append " + std::to_string(keys.tokens) + " tokens after " + std::to_string(length) + ": the sequence was opened for " + std::to_string(r.capacity) + ".");
     const auto k = stored("Keys", keys);
     const auto v = stored("Values", values);
     std::vector<float> scaled;
@@ -173,7 +177,8 @@ void basic_cache<S, B, C>::write(record& r, std::int32_t layer, std::int64_t pos
         const auto row = static_cast<std::size_t>(position + t - block.begin);
         for (std::int32_t h = 0; h < l.kv_heads; ++h) {
             const auto from = static_cast<std::size_t>(t * l.kv_heads + h);
-            std::copy_n(keys.data() + from * dk, dk, reinterpret_cast<S*>(layout.keys(*block.rows, layer, h)) + row * dk);
+            S* column = reinterpret_cast<S*>(layout.keys(*block.rows, layer, h)) + row;
+            for (std::size_t j = 0; j < dk; ++j) column[j * host::block_tokens] = keys[from * dk + j];
             std::copy_n(values.data() + from * dv, dv, reinterpret_cast<S*>(layout.values(*block.rows, layer, h)) + row * dv);
         }
     }
@@ -188,17 +193,17 @@ void basic_cache<S, B, C>::follow_novelty(record& r, std::int32_t layer, const s
     for (std::size_t at = 0; at < keys.size(); at += row) {
         host::to_float(keys.data() + at, dtype_of<S>, row, token.data());
         r.spans.push(std::max(0.0F, r.novelty->push(token)));
-        r.novelty->cut(r.spans.open_begin());
+        r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
     }
 }
 
-// After a truncation: the open span's mean is summed again from the rows that are held.
+// After a truncation: the open span's mean is summed again from the rows that are held; a sliding-window layer may have dropped the first of them.
 template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::restart_novelty(record& r) {
     if (!r.novelty) return;
     const auto layer = residency_.novelty_layer();
     const auto& l = model_.layers[static_cast<std::size_t>(layer)];
-    const auto begin = r.spans.open_begin();
+    const auto begin = std::max(r.spans.open_begin(), residency_.first_held(r, layer));
     const auto count = r.spans.length() - begin;
     std::vector<float> keys(static_cast<std::size_t>(count * l.kv_heads * l.key_size));
     std::vector<float> values(static_cast<std::size_t>(count * l.kv_heads * l.value_size));
@@ -223,7 +228,7 @@ template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::cut(sequence s, std::span<const std::int64_t> positions) {
     auto& r = at(s);
     r.spans.cut(positions);
-    if (r.novelty) r.novelty->cut(r.spans.open_begin());
+    if (r.novelty) r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
 }
 
 template <scalar S, backend B, codec C>
@@ -246,14 +251,17 @@ void basic_cache<S, B, C>::end_prefill(sequence s) {
 template <scalar S, backend B, codec C>
 plan basic_cache<S, B, C>::make_plan(std::span<const batch_item> items, resolution how) {
     plan p;
+    p.owner_ = memory_.get();
     p.items_.assign(items.begin(), items.end());
     p.how_ = how;
     for (const auto& i : items) {
-        if (i.tokens < 1) throw invalid_argument("A batch item must have at least one query token, not " + std::to_string(i.tokens) + ".");
+        constexpr std::int64_t most = std::int64_t{1} << 30;
+        if (i.tokens < 1 || i.tokens > most - p.tokens_) throw invalid_argument("A batch item must have at least one query token, and a batch at most " + std::to_string(most) + ", not " + std::to_string(i.tokens) + ".");
         p.tokens_ += i.tokens;
         if (i.seq.generation == 0) continue;
-        const auto& lengths = at(i.seq).lengths;
-        p.longest_ = std::max(p.longest_, *std::max_element(lengths.begin(), lengths.end()) + i.tokens);
+        p.longest_ = std::max(p.longest_, at(i.seq).scored_tokens() + i.tokens);
+        if (std::count_if(items.begin(), items.end(), [&](const batch_item& x) { return x.seq == i.seq; }) > 1)  // two would share line cache and metric
+            throw invalid_argument("Sequence " + std::to_string(i.seq.index) + " is in the batch twice; give all its query tokens as one item.");
     }
     size_workspace(p);
     const auto bytes = p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(backend_.exec().workers());
@@ -302,10 +310,10 @@ std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int3
             auto& r = at(i.seq);
             const auto held = r.lengths[owner];
             const auto position = i.position < 0 ? held - i.tokens : i.position;
-            if (position < 0 || position + i.tokens > held)
+            if (position < 0 || position > held - i.tokens)
                 throw state_error("A batch asks for queries at positions " + std::to_string(position) + " to " + std::to_string(position + i.tokens - 1) + ", but layer " + std::to_string(layer) + " holds " +
                                   std::to_string(held) + " tokens; append their K and V first.");
-            if (held > p.longest_) throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(held) + "; make a new plan.");
+            if (r.scored_tokens() > p.longest_) throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(r.scored_tokens()) + "; make a new plan.");
             out.push_back({&r, i.tokens, position, row});
         }
         row += i.tokens;
@@ -325,6 +333,7 @@ void basic_cache<S, B, C>::scale_queries(const rows_view& queries, float factor,
 template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::attend(plan& p, std::int32_t layer, const rows_view& queries, const out_view& out, float* lse) {
     const auto& l = checked_layer(layer);
+    if (p.owner_ != memory_.get()) throw invalid_argument("The plan is empty or was made by another cache; use make_plan of this one.");
     check_rows("queries", queries, p.tokens_, l.query_heads(), l.key_size);
     if (out.data == nullptr || out.tokens != p.tokens_ || out.heads != l.query_heads() || out.size != l.value_size)
         throw invalid_argument("out must be [" + std::to_string(p.tokens_) + ", " + std::to_string(l.query_heads()) + ", " + std::to_string(l.value_size) + "], not [" + std::to_string(out.tokens) + ", " +
@@ -332,6 +341,7 @@ void basic_cache<S, B, C>::attend(plan& p, std::int32_t layer, const rows_view& 
     const auto items = resolve(p, layer);
     float* scaled = p.workspace_.template as<float>();
     scale_queries(queries, l.logit_scale(), scaled);
+    for (const auto& i : items) codec_.observe(i.record->own, layer, scaled, l.group, 0);  // what can fail, before any metric changes
     for (const auto& i : items) codec_.observe(i.record->own, layer, scaled + i.row * l.query_heads() * l.key_size, l.group, i.tokens);
 
     std::int64_t row = 0;
@@ -376,8 +386,7 @@ void basic_cache<S, B, C>::attend(std::span<const batch_item> items, std::int32_
     bool fits = own_plan_.how_ == how && std::equal(items.begin(), items.end(), own_plan_.items_.begin(), own_plan_.items_.end(), same) && own_plan_.tokens_ > 0;
     for (const auto& i : items) {
         if (i.seq.generation == 0) continue;
-        const auto& lengths = at(i.seq).lengths;
-        fits = fits && *std::max_element(lengths.begin(), lengths.end()) <= own_plan_.longest_;
+        fits = fits && at(i.seq).scored_tokens() <= own_plan_.longest_;
     }
     if (!fits) {
         own_plan_ = plan();  // its workspace goes before the next one comes
@@ -393,9 +402,9 @@ void basic_cache<S, B, C>::materialize(sequence s, std::int32_t layer, std::int6
     const auto owner = l.kv_source >= 0 ? l.kv_source : layer;
     const auto held = r.lengths[static_cast<std::size_t>(owner)];
     const auto first = residency_.first_held(r, owner);
-    if (count < 0 || begin < first || begin + count > held)
+    if (count < 0 || begin < first || begin > held || count > held - begin)
         throw invalid_argument("Layer " + std::to_string(layer) + " holds tokens [" + std::to_string(first) + ", " + std::to_string(held) + "); can't materialise [" + std::to_string(begin) + ", " +
-                               std::to_string(begin + count) + ").");
+                               std::to_string(begin) + " + " + std::to_string(count) + ").");
     const auto fits = [&](const out_view& v, std::int32_t size) { return v.tokens == count && v.heads == l.kv_heads && v.size == size && (v.data != nullptr || count == 0); };
     if (!fits(keys, l.key_size) || !fits(values, l.value_size))
         throw invalid_argument("materialize writes keys and values of [" + std::to_string(count) + ", " + std::to_string(l.kv_heads) + ", " + std::to_string(l.key_size) + " and " + std::to_string(l.value_size) + "]; the views have other shapes.");

@@ -45,7 +45,7 @@ struct seal_request {
     [[nodiscard]] token_range all() const noexcept { return blocks.empty() ? token_range{} : token_range{blocks.front().begin, blocks.back().end() - blocks.front().begin}; }
 };
 
-/// A sealed range of positions. `count` falls when a truncation cuts the range.
+/// A sealed range of positions, of any length; a seal makes at most one unit per block. `count` falls when a truncation cuts the range.
 template <class Payload>
 struct sealed_unit {
     std::int64_t begin = 0;
@@ -63,12 +63,13 @@ struct head_query {
     std::int32_t sinks = 0;          ///< leading tokens that are among the exact rows
     float soft_cap = 0;
     softmax_state* state = nullptr;
+    float scale = 1;  ///< the factor that the queries carry, for a codec that wants them without it
 };
 
 /// A codec and its sealed form. See progressive_codec for what each member must do.
 template <class C>
 concept codec = requires(C c, const C k, typename C::sequence& s, const typename C::sequence& ks, std::vector<sealed_unit<typename C::payload>>& units,
-                         const std::vector<sealed_unit<typename C::payload>>& kunits, const seal_request& r, const head_query& q, arena& a, zoom_metrics& m, const float* rows, float* out) {
+                         const std::vector<sealed_unit<typename C::payload>>& kunits, const seal_request& r, const segmenter& kspans, const head_query& q, arena& a, zoom_metrics& m, const float* rows, float* out) {
     typename C::options;
     requires std::copyable<typename C::payload>;
     requires std::movable<typename C::sequence>;
@@ -77,7 +78,7 @@ concept codec = requires(C c, const C k, typename C::sequence& s, const typename
     { c.fork(ks, std::int64_t{}) } -> std::same_as<typename C::sequence>;
     { c.truncate(s, std::int64_t{}) } noexcept;
     { k.sequence_usage(ks, kunits) } -> std::same_as<usage>;
-    { k.seal_bytes(ks, std::int64_t{}, std::int64_t{}) } -> std::same_as<demand>;
+    { k.seal_bytes(ks, token_range{}, std::int64_t{}, kspans) } -> std::same_as<demand>;
     { k.least_seal(ks) } -> std::convertible_to<std::int64_t>;
     { c.seal(s, kunits, r) } -> std::same_as<std::vector<sealed_unit<typename C::payload>>>;
     c.advance(s, units, std::int64_t{}, std::uint64_t{});

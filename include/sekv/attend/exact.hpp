@@ -12,20 +12,30 @@
 
 namespace sekv {
 
-/// Adds count <= 64 rows of one KV head to the group's state. keys [count, key_size], values [count, state.size]; queries scaled, [group, key_size];
-/// logits is scratch for group * 64 floats.
+/// Some rows of one KV head in a page (see row_layout): keys transposed, [key_size, capacity], and values [capacity, value_size]; rows [first, first + count).
 template <scalar T>
-void attend_rows(const T* keys, const T* values, std::int64_t count, std::int32_t key_size, const float* queries, float soft_cap, softmax_state& state, float* logits) {
-    if (count <= 0) return;
+struct page_rows {
+    const T* keys = nullptr;
+    const T* values = nullptr;
+    std::int32_t capacity = 0;
+    std::int64_t first = 0;
+    std::int64_t count = 0;
+};
+
+/// Adds rows to the group's state. queries: scaled, [group, key_size]; logits: scratch for group * capacity floats.
+template <scalar T>
+void attend_rows(const page_rows<T>& rows, std::int32_t key_size, const float* queries, float soft_cap, softmax_state& state, float* logits) {
+    if (rows.count <= 0) return;
     const auto group = state.group;
-    host::row_logits(keys, count, key_size, queries, group, logits, host::block_tokens);
+    std::fill_n(logits, group * rows.capacity, 0.0F);
+    host::row_accumulate(rows.keys, key_size, rows.capacity, queries, key_size, group, logits);
     for (std::int32_t g = 0; g < group; ++g) {
-        float* row = logits + g * host::block_tokens;
-        if (soft_cap > 0) host::soft_cap(row, count, soft_cap);
-        const float shift = state.raise(g, host::max_of(row, count));
-        state.weight[g] += host::exp_sum(row, count, shift);
+        float* row = logits + g * rows.capacity + rows.first;
+        if (soft_cap > 0) host::soft_cap(row, rows.count, soft_cap);
+        const float shift = state.raise(g, host::max_of(row, rows.count));
+        state.weight[g] += host::exp_sum(row, rows.count, shift);
     }
-    host::row_accumulate(values, count, state.size, logits, host::block_tokens, group, state.sums);
+    host::row_accumulate(rows.values + rows.first * state.size, rows.count, state.size, logits + rows.first, rows.capacity, group, state.sums);
 }
 
 /// One tile of prefill: query tokens of one KV head's group against blocks of up to 64 tokens.

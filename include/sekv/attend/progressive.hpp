@@ -44,6 +44,8 @@ public:
         std::int64_t since_fit = 0;        ///< tokens sealed with `newest` that it was not fitted on
         std::int64_t epochs = 0;           ///< fitted so far
         std::int64_t sketched_at = 0;      ///< length when the present generation of sketches was made
+        std::int64_t sealed_end = 0;       ///< where the sealed blocks end
+        std::int64_t capacity = 0;         ///< the longest length asked for
     };
 
     /// stored: the element type of exact rows, R3's too. Throws invalid_argument, and format_error for a prior of another model.
@@ -55,15 +57,15 @@ public:
 
     /// Bytes that the sequence refers to by way of this codec, whether it shares them or not.
     [[nodiscard]] usage sequence_usage(const sequence& s, const std::vector<unit>& units) const;
-    /// Bytes that sealing `tokens` in `blocks` blocks adds, the spare for a later sketch generation included.
-    [[nodiscard]] demand seal_bytes(const sequence& s, std::int64_t tokens, std::int64_t blocks) const;
+    /// Bytes that sealing `range` in `blocks` blocks adds, the spare for a later sketch generation included.
+    [[nodiscard]] demand seal_bytes(const sequence& s, token_range range, std::int64_t blocks, const segmenter& spans) const;
     /// A first seal takes at least this many tokens, where there are so many: a basis wants samples.
     [[nodiscard]] std::int64_t least_seal(const sequence& s) const noexcept { return s.newest ? host::block_tokens : options_.epoch_tokens; }
     /// Encodes blocks. Throws budget_error, the sequence unchanged.
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
-    /// Called between steps: snapshots the moments, and makes sketches anew where `length` passed a multiple of the horizon and `device_room` bytes suffice.
+    /// Called between steps: snapshots the moments, and makes sketches anew where the present ones are `horizon` tokens old and `device_room` bytes suffice.
     void advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room);
-    /// Takes scaled queries [tokens, group * kv_heads, key_size] of one layer into the metric.
+    /// Takes scaled queries [tokens, group * kv_heads, key_size] of one layer into the metric. Throws budget_error, and only the first time since a fork or snapshot; tokens 0 to have that behind.
     void observe(sequence& s, std::int32_t layer, const float* queries, std::int32_t group, std::int64_t tokens);
 
     /// Cuts the scratch that attend needs for up to `tokens` sealed tokens.

@@ -1,6 +1,7 @@
 // The state of one open sequence.
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <optional>
@@ -39,6 +40,11 @@ struct sequence_record {
     [[nodiscard]] row_list& of(layer_class c) noexcept { return rows[static_cast<std::size_t>(c)]; }
     [[nodiscard]] const row_list& of(layer_class c) const noexcept { return rows[static_cast<std::size_t>(c)]; }
     [[nodiscard]] std::int64_t sealed_end() const noexcept { return sealed.empty() ? 0 : sealed.back().end(); }
+    /// Slots that scoring everything takes: the length, but 64 for each sealed block, even one that a truncation cut short.
+    [[nodiscard]] std::int64_t scored_tokens() const noexcept {
+        const auto length = *std::max_element(lengths.begin(), lengths.end());
+        return std::max(length, static_cast<std::int64_t>(sealed.size()) * 64 + length - sealed_end());
+    }
 };
 
 }  // namespace sekv

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <iterator>
 #include <string>
@@ -40,6 +41,12 @@ public:
     [[nodiscard]] layer_class class_of(std::int32_t layer) const noexcept { return model_->layers[static_cast<std::size_t>(layer)].windowed() ? layer_class::windowed : layer_class::whole; }
     /// Tokens that all owning layers hold; -1 while a step is under way and they differ.
     [[nodiscard]] std::int64_t common_length(const record& r) const noexcept;
+    /// Tokens that every owning layer holds, in the middle of a step too.
+    [[nodiscard]] std::int64_t least_length(const record& r) const noexcept {
+        std::int64_t least = r.capacity;
+        for (std::size_t l = 0; l < model_->layers.size(); ++l) least = model_->layers[l].kv_source < 0 ? std::min(least, r.lengths[l]) : least;
+        return least;
+    }
     [[nodiscard]] usage used_by(const record& r) const;
 
     /// Makes room for tokens [length, length + tokens): allocates rows, seals or moves older blocks where the quota presses. Throws budget_error, the record's content unchanged.
@@ -56,6 +63,8 @@ public:
     /// Exact rows as floats, for sealing and reconstruction; the range lies in the exact blocks.
     void read_rows(const row_list& list, layer_class c, std::int32_t layer, std::int32_t head, token_range range, float* keys, float* values) const;
 
+    /// Some rows of one page as floats: keys [count, key_size], values [count, value_size].
+    void read_page(const row_layout& layout, const page& p, std::int32_t layer, std::int32_t head, token_range rows, float* keys, float* values) const;
     /// The first position whose rows a layer still has.
     [[nodiscard]] std::int64_t first_held(const record& r, std::int32_t layer) const noexcept {
         const auto& blocks = r.of(class_of(layer)).blocks();
@@ -86,9 +95,12 @@ private:
     [[nodiscard]] std::uint64_t device_bytes(const record& r) const { return used_by(r).total(tier::device); }
     [[nodiscard]] std::uint64_t host_resident_bytes(const record& r) const noexcept { return r.of(whole).bytes(tier::host); }
     void make_room(record& r, const demand& need, std::int64_t most_blocks, const char* purpose);
-    [[nodiscard]] static bool is_movable(const row_block& b) noexcept { return b.rows->where() == tier::device && b.rows.use_count() == 1; }
-    [[nodiscard]] static std::uint64_t movable_blocks(const record& r, std::int64_t most_blocks) noexcept;
-    void demote(record& r, std::uint64_t count);
+    // A block on the device counts against the quota of each sequence that refers to it; only one that no fork shares gives the cache bytes back when it moves.
+    [[nodiscard]] static bool is_movable(const row_block& b) noexcept { return b.rows->where() == tier::device; }
+    [[nodiscard]] static bool is_own(const row_block& b) noexcept { return is_movable(b) && b.rows.use_count() == 1; }
+    using block_test = bool (*)(const row_block&) noexcept;
+    [[nodiscard]] static std::uint64_t count_blocks(const record& r, std::int64_t most_blocks, block_test test) noexcept;
+    void demote(record& r, std::uint64_t count, block_test test);
     struct pending_seal {
         std::int64_t blocks = 0;
         std::vector<typename record::unit> units;
@@ -169,9 +181,12 @@ std::size_t residency<Scalar, Codec>::overflow(const record& r, const growth& g,
     if (!r.prefilling || page == 0) return 0;
     const auto& mem = pool_->budget();
     const auto used = device_bytes(r);
-    const auto room = std::min(r.quota > used ? r.quota - used : 0, mem.limit(tier::device) == memory::unlimited ? memory::unlimited : mem.available(tier::device));
-    const auto movable = movable_blocks(r, static_cast<std::int64_t>(r.of(whole).blocks().size())) * page;
-    const auto most = room > memory::unlimited - movable ? memory::unlimited : room + movable;
+    const auto held = static_cast<std::int64_t>(r.of(whole).blocks().size());
+    const auto most_of = [&](std::uint64_t room, block_test test) {
+        const auto moves = count_blocks(r, held, test) * page;
+        return room > memory::unlimited - moves ? memory::unlimited : room + moves;
+    };
+    const auto most = std::min(most_of(r.quota > used ? r.quota - used : 0, is_movable), most_of(mem.limit(tier::device) == memory::unlimited ? memory::unlimited : mem.available(tier::device), is_own));
     const auto fits = most > other ? (most - other) / page : 0;
     return g.blocks.size() - static_cast<std::size_t>(std::min<std::uint64_t>(fits, g.blocks.size()));
 }
@@ -201,7 +216,8 @@ void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int6
     const auto need = plain.device_pages() * layout(whole).page_bytes() + sliding.device_pages() * layout(windowed).page_bytes();
     const auto host_need = plain.on_host * layout(whole).page_bytes();
     constexpr auto purpose = "the next tokens' exact rows";
-    const bool press = need > 0 && !r.prefilling && device_bytes(r) + need > r.quota;
+    // Rows that an earlier, failed call moved to the host press as if they were on the device: its failure must not change levels.
+    const bool press = need > 0 && !r.prefilling && device_bytes(r) + host_resident_bytes(r) + need > r.quota;
     const auto blocks = press ? blocks_to_seal(r, length, need, purpose) : 0;
     const auto sealing = seal_demand(r, blocks);
     make_room(r, {need + sealing.device, host_need + sealing.host}, r.prefilling ? static_cast<std::int64_t>(r.of(whole).blocks().size()) : blocks, purpose);
@@ -261,7 +277,7 @@ template <scalar Scalar, codec Codec>
 demand residency<Scalar, Codec>::seal_demand(const record& r, std::int64_t blocks) const {
     if (blocks == 0) return {};
     const auto& list = r.of(whole).blocks();
-    auto need = codec_->seal_bytes(r.own, list[static_cast<std::size_t>(blocks - 1)].end() - list.front().begin, blocks);
+    auto need = codec_->seal_bytes(r.own, {list.front().begin, list[static_cast<std::size_t>(blocks - 1)].end() - list.front().begin}, blocks, r.spans);
     if (!r.sinks) need.device += sink_layout_.page_bytes();
     return need;
 }
@@ -273,31 +289,37 @@ void residency<Scalar, Codec>::make_room(record& r, const demand& need, std::int
     const auto page = layout(whole).page_bytes();
     const auto used = device_bytes(r);
     const auto short_of = [&](std::uint64_t have, std::uint64_t limit) { return limit != memory::unlimited && have + need.device > limit ? have + need.device - limit : 0; };
-    const auto missing = std::max(short_of(used, r.quota), short_of(mem.used().total(tier::device), mem.limit(tier::device)));
-    const auto moves = page == 0 ? 0 : (missing + page - 1) / page;
-    const auto movable = movable_blocks(r, most_blocks);
-    if (missing > 0 && movable < std::max<std::uint64_t>(moves, 1))
+    const auto over_quota = short_of(used, r.quota);
+    const auto over_budget = short_of(mem.used().total(tier::device), mem.limit(tier::device));
+    const auto missing = std::max(over_quota, over_budget);
+    std::uint64_t moves = 0, given = 0;  // pages taken from the sequence, and of them those that the cache gets back
+    for (std::int64_t b = 0; b < most_blocks && (moves * page < over_quota || given * page < over_budget); ++b) {
+        const auto& block = r.of(whole).blocks()[static_cast<std::size_t>(b)];
+        moves += is_movable(block) ? 1 : 0;
+        given += is_own(block) ? 1 : 0;
+    }
+    if (moves * page < over_quota || given * page < over_budget)
         throw budget_error("The device tier can't give " + std::to_string(need.device) + " bytes for " + purpose + " (quota " + std::to_string(r.quota) + ", of which " + std::to_string(used) +
                                " are used; the cache has " + std::to_string(mem.available(tier::device)) + " left); raise the budget or close sequences.",
                            need.device, need.device - std::min(need.device, missing));
-    mem.require({need.device, need.host + moves * page}, purpose, {moves * page, 0});
-    demote(r, moves);
+    mem.require({need.device, need.host + moves * page}, purpose, {given * page, 0});
+    demote(r, moves, is_movable);
 }
 
 template <scalar Scalar, codec Codec>
-std::uint64_t residency<Scalar, Codec>::movable_blocks(const record& r, std::int64_t most_blocks) noexcept {
+std::uint64_t residency<Scalar, Codec>::count_blocks(const record& r, std::int64_t most_blocks, block_test test) noexcept {
     const auto first = r.of(whole).blocks().begin();
-    return static_cast<std::uint64_t>(std::count_if(first, first + static_cast<std::ptrdiff_t>(most_blocks), is_movable));
+    return static_cast<std::uint64_t>(std::count_if(first, first + static_cast<std::ptrdiff_t>(most_blocks), test));
 }
 
 template <scalar Scalar, codec Codec>
-void residency<Scalar, Codec>::demote(record& r, std::uint64_t count) {
+void residency<Scalar, Codec>::demote(record& r, std::uint64_t count, block_test test) {
     const auto page = layout(whole).page_bytes();
     std::vector<page_ref> copies;
     for (std::uint64_t i = 0; i < count; ++i) copies.push_back(pool_->make(tier::host, kind::exact, page));
     auto block = r.of(whole).blocks().begin();
     for (auto& copy : copies) {
-        block = std::find_if(block, r.of(whole).blocks().end(), is_movable);
+        block = std::find_if(block, r.of(whole).blocks().end(), test);
         std::memcpy(copy->data(), block->rows->data(), page);
         block->rows = std::move(copy);
     }
@@ -307,7 +329,7 @@ template <scalar Scalar, codec Codec>
 void residency<Scalar, Codec>::relieve(record& r, std::uint64_t bytes) {
     const auto page = layout(whole).page_bytes();
     if (!r.prefilling || page == 0) return;
-    demote(r, std::min((bytes + page - 1) / page, movable_blocks(r, static_cast<std::int64_t>(r.of(whole).blocks().size()))));
+    demote(r, std::min((bytes + page - 1) / page, count_blocks(r, static_cast<std::int64_t>(r.of(whole).blocks().size()), is_own)), is_own);
 }
 
 template <scalar Scalar, codec Codec>
@@ -328,14 +350,24 @@ void residency<Scalar, Codec>::read_rows(const row_list& list, layer_class c, st
     for (auto b = list.find(at); at < range.end(); ++b) {
         const auto& block = list.blocks()[b];
         const auto n = std::min(range.end(), block.end()) - at;
-        const auto row = at - block.begin;
-        const auto dk = static_cast<std::size_t>(l.key_size), dv = static_cast<std::size_t>(l.value_size);
-        host::to_float(layout(c).keys(*block.rows, layer, head) + static_cast<std::size_t>(row) * dk * sizeof(Scalar), dtype_of<Scalar>, static_cast<std::size_t>(n) * dk, keys);
-        host::to_float(layout(c).values(*block.rows, layer, head) + static_cast<std::size_t>(row) * dv * sizeof(Scalar), dtype_of<Scalar>, static_cast<std::size_t>(n) * dv, values);
+        read_page(layout(c), *block.rows, layer, head, {at - block.begin, n}, keys, values);
         keys += n * l.key_size;
         values += n * l.value_size;
         at += n;
     }
+}
+
+template <scalar Scalar, codec Codec>
+void residency<Scalar, Codec>::read_page(const row_layout& layout, const page& p, std::int32_t layer, std::int32_t head, token_range rows, float* keys, float* values) const {
+    const auto& l = model_->layers[static_cast<std::size_t>(layer)];
+    const auto first = static_cast<std::size_t>(rows.begin), n = static_cast<std::size_t>(rows.count);
+    const auto dk = static_cast<std::size_t>(l.key_size), dv = static_cast<std::size_t>(l.value_size);
+    std::array<float, host::block_tokens> column;
+    for (std::size_t j = 0; j < dk; ++j) {
+        host::to_float(layout.keys(p, layer, head) + (j * static_cast<std::size_t>(layout.capacity()) + first) * sizeof(Scalar), dtype_of<Scalar>, n, column.data());
+        for (std::size_t i = 0; i < n; ++i) keys[i * dk + j] = column[i];
+    }
+    host::to_float(layout.values(p, layer, head) + first * dv * sizeof(Scalar), dtype_of<Scalar>, n * dv, values);
 }
 
 template <scalar Scalar, codec Codec>
@@ -375,9 +407,11 @@ page_ref residency<Scalar, Codec>::copy_sinks(const record& r) {
     for (std::size_t i = 0; i < model_->layers.size(); ++i) {
         const auto layer = static_cast<std::int32_t>(i);
         const auto& l = model_->layers[i];
-        for (std::int32_t h = 0; sink_layout_.holds(layer) && h < l.kv_heads; ++h) {
+        for (std::int32_t h = 0; model_->sinks > 0 && sink_layout_.holds(layer) && h < l.kv_heads; ++h) {
             const auto n = static_cast<std::size_t>(model_->sinks) * sizeof(Scalar);
-            std::memcpy(sink_layout_.keys(*to, layer, h), layout(whole).keys(from, layer, h), n * static_cast<std::size_t>(l.key_size));
+            const auto *rows = layout(whole).keys(from, layer, h);
+            auto* column = sink_layout_.keys(*to, layer, h);
+            for (std::int32_t j = 0; j < l.key_size; ++j, rows += host::block_tokens * sizeof(Scalar), column += n) std::memcpy(column, rows, n);
             std::memcpy(sink_layout_.values(*to, layer, h), layout(whole).values(from, layer, h), n * static_cast<std::size_t>(l.value_size));
         }
     }

@@ -27,10 +27,11 @@ public:
 private:
     template <scalar, backend, codec>
     friend class basic_cache;
+    const void* owner_ = nullptr;  ///< the memory of the cache that made it
     std::vector<batch_item> items_;
     resolution how_ = resolution::adaptive;
     std::int64_t tokens_ = 0;
-    std::int64_t longest_ = 0;  ///< length that the workspace was sized for
+    std::int64_t longest_ = 0;  ///< sequence_record::scored_tokens that the workspace was sized for
     std::size_t query_bytes_ = 0;
     std::size_t worker_bytes_ = 0;
     buffer workspace_;
@@ -72,7 +73,7 @@ public:
         for (std::int64_t i = 0; i < it.tokens; ++i) {
             const auto row = it.row + i;
             state.clear();
-            head_query q{owner_, head, queries + (row * shape_.query_heads() + head * shape_.group) * shape_.key_size, it.position + i, it.record->sink_count, shape_.soft_cap, &state};
+            head_query q{owner_, head, queries + (row * shape_.query_heads() + head * shape_.group) * shape_.key_size, it.position + i, it.record->sink_count, shape_.soft_cap, &state, shape_.logit_scale()};
             exact_rows(*it.record, q, logits);
             if (!it.record->sealed.empty() && !shape_.windowed()) codec_.attend(it.record->own, it.record->sealed, q, a, metrics);
             for (std::int32_t g = 0; g < shape_.group; ++g) store(state, g, row, head * shape_.group + g, out, lse);
@@ -93,9 +94,12 @@ public:
         if (!shape_.windowed()) {
             for (const auto& u : it.record->sealed) {
                 if (u.begin > p + count - 1) break;
-                codec_.decode(u, owner_, head, {u.begin, u.count}, t.keys, t.values);
-                restore_sinks(*it.record, u, head, t);
-                t.attend(u.begin, u.count, p, 0, shape_.soft_cap);
+                for (auto at = u.begin; at < std::min(u.end(), p + count); at += host::block_tokens) {
+                    const token_range part{at, std::min<std::int64_t>(host::block_tokens, u.end() - at)};
+                    codec_.decode(u, owner_, head, part, t.keys, t.values);
+                    restore_sinks(*it.record, part, head, t);
+                    t.attend(at, part.count, p, 0, shape_.soft_cap);
+                }
             }
         }
         const auto c = where_.class_of(owner_);
@@ -119,27 +123,27 @@ private:
     void exact_rows(const sequence_record<Codec>& r, const head_query& q, float* logits) const {
         const auto c = where_.class_of(owner_);
         if (r.sink_count > 0 && !shape_.windowed()) {
-            const auto n = std::min<std::int64_t>(r.sink_count, q.position + 1);
-            attend_rows(reinterpret_cast<const Scalar*>(where_.sink_layout().keys(*r.sinks, owner_, q.head)), reinterpret_cast<const Scalar*>(where_.sink_layout().values(*r.sinks, owner_, q.head)), n,
-                        shape_.key_size, q.queries, q.soft_cap, *q.state, logits);
+            add_rows(where_.sink_layout(), *r.sinks, 0, std::min<std::int64_t>(r.sink_count, q.position + 1), q, logits);
         }
         const auto first = shape_.windowed() ? std::max<std::int64_t>(0, q.position + 1 - shape_.sliding_window) : 0;
         for (const auto& b : r.of(c).blocks()) {
             const auto from = std::max(first, b.begin);
             const auto to = std::min(q.position + 1, b.end());
             if (from >= to) continue;
-            const auto* keys = reinterpret_cast<const Scalar*>(where_.layout(c).keys(*b.rows, owner_, q.head)) + (from - b.begin) * shape_.key_size;
-            const auto* values = reinterpret_cast<const Scalar*>(where_.layout(c).values(*b.rows, owner_, q.head)) + (from - b.begin) * shape_.value_size;
-            attend_rows(keys, values, to - from, shape_.key_size, q.queries, q.soft_cap, *q.state, logits);
+            add_rows(where_.layout(c), *b.rows, from - b.begin, to - from, q, logits);
         }
     }
 
+    void add_rows(const row_layout& layout, const page& p, std::int64_t first, std::int64_t count, const head_query& q, float* logits) const {
+        const page_rows<Scalar> rows{reinterpret_cast<const Scalar*>(layout.keys(p, owner_, q.head)), reinterpret_cast<const Scalar*>(layout.values(p, owner_, q.head)), layout.capacity(), first, count};
+        attend_rows(rows, shape_.key_size, q.queries, q.soft_cap, *q.state, logits);
+    }
+
     // Sinks stay exact at full resolution too.
-    void restore_sinks(const sequence_record<Codec>& r, const typename sequence_record<Codec>::unit& u, std::int32_t head, prefill_tile& t) const {
-        const auto n = static_cast<std::size_t>(std::min<std::int64_t>(r.sink_count, u.count));
-        if (u.begin > 0 || n == 0) return;
-        host::to_float(where_.sink_layout().keys(*r.sinks, owner_, head), dtype_of<Scalar>, n * static_cast<std::size_t>(shape_.key_size), t.keys);
-        host::to_float(where_.sink_layout().values(*r.sinks, owner_, head), dtype_of<Scalar>, n * static_cast<std::size_t>(shape_.value_size), t.values);
+    void restore_sinks(const sequence_record<Codec>& r, token_range part, std::int32_t head, prefill_tile& t) const {
+        const auto n = std::min<std::int64_t>(r.sink_count, part.count);
+        if (part.begin > 0 || n == 0) return;
+        where_.read_page(where_.sink_layout(), *r.sinks, owner_, head, {0, n}, t.keys, t.values);
     }
 
     void store(const softmax_state& state, std::int32_t g, std::int64_t row, std::int32_t head, const out_view& out, float* lse) const {

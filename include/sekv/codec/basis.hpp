@@ -21,7 +21,7 @@ struct value_basis {
     float typical_scale = 1;       ///< root mean square of the per-token scales, which R1 uses for all
 };
 
-/// Basis of count keys [count, size] in the metric M' [size, size], W = M'^(power/2) (KQ-SVD, arXiv 2512.05916, in covariance form). count >= 1.
+/// Basis of count keys [count, size] in the metric M' [size, size], W = (M' / its mean eigenvalue)^(power/2) (KQ-SVD, arXiv 2512.05916, in covariance form). count >= 1.
 [[nodiscard]] key_basis fit_keys(const float* keys, std::int64_t count, std::int32_t size, const std::vector<double>& metric, double power);
 
 /// Basis of count values [count, size] about their mean, each divided by its scale.

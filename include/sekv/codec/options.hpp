@@ -27,7 +27,7 @@ struct progressive_options {
     std::int32_t cap = 1024;
     /// Line cache slots per KV head and sequence, a multiple of 32; 0 turns the cache off.
     std::int32_t line_slots = 256;
-    /// R1 is made anew from R2 whenever the length passes a multiple of this many tokens; 0 means never.
+    /// R1 is made anew from R2 when it was made this many tokens ago; 0 means never.
     std::int32_t horizon = 1024;
     /// Identity share of the query metric. See blend_metric.
     float shrinkage = 0.01F;
@@ -36,7 +36,7 @@ struct progressive_options {
     /// Queries enter the metric with weight exp(-age / memory), age in tokens.
     std::int32_t metric_memory = 512;
     /// Key and value statistics are fitted per position range of max(epoch_tokens, n / 8) tokens.
-    std::int32_t epoch_tokens = 4096;
+    std::int32_t epoch_tokens = 8192;
     /// Keeps raw K and V on the host after sealing (R3); zooms read it in place of R2.
     bool exact_tier = false;
     /// Pre-RoPE query moments of this model (`model` metric); null means the sequence's own queries only.

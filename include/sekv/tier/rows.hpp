@@ -12,8 +12,9 @@
 
 namespace sekv {
 
-/// Where the rows of each (layer, KV head) lie in a page: [keys: capacity x key_size][values: capacity x value_size], for the layers of one
-/// class (whole-context or sliding-window), so that a class can be dropped without the other.
+/// Where the rows of each (layer, KV head) lie in a page: [keys: key_size x capacity][values: capacity x value_size], for the layers of one
+/// class (whole-context or sliding-window), so that a class can be dropped without the other. Keys are transposed: a query's logits are then
+/// sums of rows, without sums across lanes.
 class row_layout {
 public:
     row_layout(const model_shape& model, bool windowed, std::size_t element, std::int32_t capacity) : element_(element), capacity_(capacity) {

@@ -34,7 +34,8 @@ struct routing_tables {
     }
 };
 
-/// Fills the tables for t = A^T q of each query, [group, size], and its q . mean. Rounding is at most half of 0.05 nat per plane. The base carries the variance correction
+/// Fills the tables for t = A^T q of each query, [group, size], and its q . mean. Rounding is at most half of 0.05 nat per plane, or of 1/65,000 of the
+/// logits' range where that is more. The base carries the variance correction
 /// sum_j t_j^2 D_j / 2: E[exp s] under the code's noise, for codes that are centroids.
 void fill_tables(routing_tables& tables, const key_view& keys, const float* t, const float* query_mean, std::int32_t size);
 
