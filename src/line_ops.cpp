@@ -41,18 +41,24 @@ HWY_INLINE hn::Vec<words_tag> unpack_words(const std::uint8_t* HWY_RESTRICT p, i
     return hn::And(shifted, hn::Set(dw, static_cast<std::uint16_t>((1u << width) - 1u)));
 }
 
-// Calls use(j, codes) for each vector of float codes of one group of eight.
+// Calls use(j, levels) for each vector of levels of one group of eight.
 template <class F>
-HWY_INLINE void for_codes(const std::uint8_t* HWY_RESTRICT p, int width, F&& use) {
+HWY_INLINE void for_levels(const std::uint8_t* HWY_RESTRICT p, int width, F&& use) {
     const float_tag df;
     const hn::RebindToSigned<float_tag> di;
     const auto w = unpack_words(p, width);
+    const auto middle = hn::Set(df, 0.5F * static_cast<float>((1 << width) - 1));
+    const auto curve = hn::Set(df, line_curve[width]);
+    const auto level = [&](auto codes) {
+        const auto u = hn::Sub(hn::ConvertTo(df, codes), middle);
+        return hn::MulAdd(hn::Mul(curve, u), hn::Mul(u, u), u);
+    };
 #if HWY_MAX_BYTES >= 32
-    use(0, hn::ConvertTo(df, hn::PromoteTo(di, w)));
+    use(0, level(hn::PromoteTo(di, w)));
 #else
     const hn::Half<words_tag> dh;
-    use(0, hn::ConvertTo(df, hn::PromoteTo(di, hn::LowerHalf(dh, w))));
-    use(4, hn::ConvertTo(df, hn::PromoteTo(di, hn::UpperHalf(dh, w))));
+    use(0, level(hn::PromoteTo(di, hn::LowerHalf(dh, w))));
+    use(4, level(hn::PromoteTo(di, hn::UpperHalf(dh, w))));
 #endif
 }
 
@@ -65,8 +71,8 @@ HWY_INLINE void logits_of(const std::uint8_t* HWY_RESTRICT line, const std::uint
     for (std::int32_t c = 0; c < size / line_group; ++c) {
         const int w = widths[c];
         if (w == 0) continue;
-        for_codes(line, w, [&](int j, auto codes) {
-            for (int q = 0; q < Q; ++q) s[q] = hn::MulAdd(codes, hn::LoadU(df, t + q * size + c * line_group + j), s[q]);
+        for_levels(line, w, [&](int j, auto levels) {
+            for (int q = 0; q < Q; ++q) s[q] = hn::MulAdd(levels, hn::LoadU(df, t + q * size + c * line_group + j), s[q]);
         });
         line += w;
     }
@@ -96,10 +102,10 @@ void Accumulate(const std::uint8_t* const* lines, std::int64_t count, std::int64
         for (std::int32_t c = 0; c < size / line_group; ++c) {
             const int w = widths[c];
             if (w == 0) continue;
-            for_codes(line, w, [&](int j, auto codes) {
+            for_levels(line, w, [&](int j, auto levels) {
                 for (std::int32_t q = 0; q < group; ++q) {
                     float* s = sums + q * size + c * line_group + j;
-                    hn::StoreU(hn::MulAdd(codes, hn::Set(df, weights[q * stride + i]), hn::LoadU(df, s)), df, s);
+                    hn::StoreU(hn::MulAdd(levels, hn::Set(df, weights[q * stride + i]), hn::LoadU(df, s)), df, s);
                 }
             });
             line += w;
@@ -107,13 +113,13 @@ void Accumulate(const std::uint8_t* const* lines, std::int64_t count, std::int64
     }
 }
 
-void Codes(const std::uint8_t* lines, std::int64_t line_stride, std::int64_t count, std::int64_t offset, const std::uint8_t* widths, std::int32_t size, float* codes) {
+void Levels(const std::uint8_t* lines, std::int64_t line_stride, std::int64_t count, std::int64_t offset, const std::uint8_t* widths, std::int32_t size, float* levels) {
     const float_tag df;
     for (std::int64_t i = 0; i < count; ++i) {
         const std::uint8_t* line = lines + i * line_stride + offset;
         for (std::int32_t c = 0; c < size / line_group; ++c) {
             const int w = widths[c];
-            for_codes(line, w, [&](int j, auto x) { hn::StoreU(x, df, codes + i * size + c * line_group + j); });
+            for_levels(line, w, [&](int j, auto x) { hn::StoreU(x, df, levels + i * size + c * line_group + j); });
             line += w;
         }
     }
@@ -126,7 +132,7 @@ HWY_AFTER_NAMESPACE();
 namespace sekv::host {
 HWY_EXPORT(Logits);
 HWY_EXPORT(Accumulate);
-HWY_EXPORT(Codes);
+HWY_EXPORT(Levels);
 
 void line_logits(const std::uint8_t* const* lines, std::int64_t count, const std::uint8_t* widths, std::int32_t size, const float* t, const float* base, std::int32_t group, float* logits,
                  std::int64_t stride) {
@@ -136,8 +142,8 @@ void line_accumulate(const std::uint8_t* const* lines, std::int64_t count, std::
                      std::int32_t group, float* sums) {
     HWY_DYNAMIC_DISPATCH(Accumulate)(lines, count, offset, widths, size, weights, stride, group, sums);
 }
-void line_codes(const std::uint8_t* lines, std::int64_t line_stride, std::int64_t count, std::int64_t offset, const std::uint8_t* widths, std::int32_t size, float* codes) {
-    HWY_DYNAMIC_DISPATCH(Codes)(lines, line_stride, count, offset, widths, size, codes);
+void line_levels(const std::uint8_t* lines, std::int64_t line_stride, std::int64_t count, std::int64_t offset, const std::uint8_t* widths, std::int32_t size, float* levels) {
+    HWY_DYNAMIC_DISPATCH(Levels)(lines, line_stride, count, offset, widths, size, levels);
 }
 }  // namespace sekv::host
 #endif

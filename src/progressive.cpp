@@ -125,7 +125,7 @@ void progressive_codec::observe(sequence& s, std::int32_t layer, const float* qu
         float* m = s.moments->as<float>(layout_.moment_offset(layout_.head_index(owner, static_cast<std::int32_t>(h))));
         add_queries({m, l.key_size}, queries + h * group * l.key_size, stride, tokens, group, decay);
     };
-    if (tokens * group >= 64) {
+    if (tokens * group * l.key_size >= 512) {
         executor_->run(l.kv_heads, body);
     } else {
         for (std::int32_t h = 0; h < l.kv_heads; ++h) body(h, 0);  // a step's few queries aren't worth waking threads

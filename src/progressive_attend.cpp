@@ -7,7 +7,6 @@
 #include "sekv/attend/progressive.hpp"
 #include "sekv/codec/basis.hpp"
 #include "sekv/codec/line.hpp"
-#include "sekv/codec/quantizer.hpp"
 #include "sekv/exec/row_ops.hpp"
 
 namespace sekv {
@@ -238,10 +237,7 @@ void progressive_codec::refine(const epoch& e, const head_query& q, scratch& x, 
     for (std::int32_t g = 0; g < group; ++g) {
         float* t = x.t + g * dk;
         x.query_mean[g] = dot(q.queries + g * dk, e.key_mean(index), dk);
-        for (std::int32_t j = 0; j < dk; ++j) {
-            x.query_mean[g] += t[j] * line_offset(lines.key_widths, lines.key_step, j);
-            t[j] *= lines.key_step[j];
-        }
+        for (std::int32_t j = 0; j < dk; ++j) t[j] *= lines.key_step[j];
     }
     host::line_logits(x.lines + first, n, lines.key_widths, dk, x.t, x.query_mean, group, x.logits, x.cap);
     for (std::int32_t g = 0; g < group; ++g) {
@@ -249,18 +245,13 @@ void progressive_codec::refine(const epoch& e, const head_query& q, scratch& x, 
         if (q.soft_cap > 0) host::soft_cap(w, n, q.soft_cap);
         x.max[g] = host::max_of(w, n);
         x.totals[g] = host::exp_sum(w, n, x.max[g]);
-        float scaled = 0;
-        for (std::int64_t i = 0; i < n; ++i) {
-            w[i] *= scale_of(x.lines[first + i][f.key_line_bytes]);
-            scaled += w[i];
-        }
-        x.query_mean[g] = scaled;
+        for (std::int64_t i = 0; i < n; ++i) w[i] *= scale_of(x.lines[first + i][f.key_line_bytes]);
     }
     std::fill_n(x.components, group * dv, 0.0F);
     host::line_accumulate(x.lines + first, n, f.value_line_offset(), lines.value_widths, dv, x.logits, x.cap, group, x.components);
     for (std::int32_t g = 0; g < group; ++g) {
         float* c = x.components + g * dv;
-        for (std::int32_t j = 0; j < dv; ++j) c[j] = c[j] * lines.value_step[j] + x.query_mean[g] * line_offset(lines.value_widths, lines.value_step, j);
+        for (std::int32_t j = 0; j < dv; ++j) c[j] *= lines.value_step[j];
     }
     host::vector_matrix(x.components, dv, group, v.basis, dv, dv, x.partial, dv);
     for (std::int32_t g = 0; g < group; ++g) {

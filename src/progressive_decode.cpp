@@ -29,13 +29,9 @@ void expand(const std::vector<float>& codes, std::int64_t count, std::int32_t si
 // Codes of one half of `count` lines, in units of the components.
 std::vector<float> line_components(const std::uint8_t* lines, std::int64_t stride, std::int64_t count, std::int64_t offset, const std::uint8_t* widths, const float* step, std::int32_t size) {
     std::vector<float> codes(static_cast<std::size_t>(count * size));
-    host::line_codes(lines, stride, count, offset, widths, size, codes.data());
-    for (std::int32_t j = 0; j < size; ++j) {
-        const float lowest = line_offset(widths, step, j);
-        for (std::int64_t i = 0; i < count; ++i) {
-            auto& c = codes[static_cast<std::size_t>(i * size + j)];
-            c = c * step[j] + lowest;
-        }
+    host::line_levels(lines, stride, count, offset, widths, size, codes.data());
+    for (std::int64_t i = 0; i < count; ++i) {
+        for (std::int32_t j = 0; j < size; ++j) codes[static_cast<std::size_t>(i * size + j)] *= step[j];
     }
     return codes;
 }

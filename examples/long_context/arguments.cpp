@@ -3,7 +3,6 @@
 #include <CLI/CLI.hpp>
 #include <cmath>
 #include <cstdio>
-#include <fstream>
 #include <map>
 
 #include "sekv/core/error.hpp"
@@ -44,13 +43,16 @@ void add_cache_flags(CLI::App& app, arguments& a, raw_flags& raw) {
     auto& p = a.progressive;
     app.add_option("--preset", raw.method, "progressive, or paper (the method as published)")->capture_default_str();
     app.add_option("--kv-type", raw.stored, "How exact rows are stored: bf16, f16 or f32")->capture_default_str();
-    app.add_option("--device-budget", raw.device_budget, "Hard limit of the device tier: bytes (suffix K, M, G) or % of bf16 KV at the declared capacity (default: 12%, paper 50%)");
+    app.add_option("--device-budget", raw.device_budget,
+                   "Hard limit of the device tier: bytes (suffix K, M, G) or % of bf16 KV at the declared capacity (default: 12%, paper 50%)");
     app.add_option("--host-budget", raw.host_budget, "The same of the host tier (default: none)");
     app.add_option("--recent", a.cache.window, "Last tokens that are always exact")->capture_default_str();
+    app.add_option("--rejectable", a.cache.rejectable, "Tokens behind those that sealing leaves alone, for engines that take drafts back")->capture_default_str();
     app.add_option("--segmenter", raw.segmenter, "surprisal, novelty or fixed")->capture_default_str();
     app.add_option("--sketch-bits", raw.sketch_bits, "K,V bits per token of the sketch (default: 80,32 below head size 128, else 96,32)");
     app.add_option("--line-factor", p.line_factor, "Bytes of a refined line as a multiple of the head size")->capture_default_str();
-    app.add_option("--tau", raw.tau, "Probability from which a token is zoomed (default: 3e-4), or relevance from which a span is (paper; default: its router's)");
+    app.add_option("--tau", raw.tau,
+                   "Probability from which a token is zoomed (default: 3e-4), or relevance from which a span is (paper; default: its router's)");
     app.add_option("--cap", p.cap, "Zoomed tokens per head and step at most")->capture_default_str();
     app.add_option("--line-slots", p.line_slots, "Line cache slots per KV head")->capture_default_str();
     app.add_option("--horizon", p.horizon, "Tokens after which sketches are made anew; 0: never")->capture_default_str();
@@ -82,7 +84,8 @@ void complete(arguments& a, const raw_flags& raw) {
     a.self_test = !raw.no_self_test;
     a.method = chosen<preset>("--preset", raw.method, {{"progressive", preset::progressive}, {"paper", preset::paper}});
     a.stored = chosen<kv_type>("--kv-type", raw.stored, {{"bf16", kv_type::bf16}, {"f16", kv_type::f16}, {"f32", kv_type::f32}});
-    a.cache.spans.policy = chosen<span_policy>("--segmenter", raw.segmenter, {{"surprisal", span_policy::surprisal}, {"novelty", span_policy::key_novelty}, {"fixed", span_policy::fixed}});
+    a.cache.spans.policy = chosen<span_policy>("--segmenter", raw.segmenter,
+                                               {{"surprisal", span_policy::surprisal}, {"novelty", span_policy::key_novelty}, {"fixed", span_policy::fixed}});
     const bool paper = a.method == preset::paper;
     a.device_budget = byte_amount::parse("--device-budget", !raw.device_budget.empty() ? raw.device_budget : paper ? "50%" : "12%");
     if (raw.tau) (paper ? a.paper.tau : a.progressive.tau) = *raw.tau;
@@ -130,7 +133,9 @@ byte_amount byte_amount::parse(const std::string& flag, const std::string& text)
     return a;
 }
 
-std::uint64_t byte_amount::bytes(std::uint64_t full_cache) const { return static_cast<std::uint64_t>(percent ? value / 100.0 * static_cast<double>(full_cache) : value); }
+std::uint64_t byte_amount::bytes(std::uint64_t full_cache) const {
+    return static_cast<std::uint64_t>(percent ? value / 100.0 * static_cast<double>(full_cache) : value);
+}
 
 std::optional<arguments> parse_arguments(int argc, const char* const* argv) {
     arguments a;

@@ -38,7 +38,7 @@ struct arguments {
     kv_type stored = kv_type::bf16;
     byte_amount device_budget;
     std::optional<byte_amount> host_budget;
-    cache_options cache;            ///< but for the budgets
+    cache_options cache;              ///< but for the budgets
     progressive_options progressive;  ///< but for the prior
     paper_options paper;              ///< but for the router
     std::string calibration, router, write_calibration, json;

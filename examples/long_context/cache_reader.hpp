@@ -29,7 +29,7 @@ struct cache_state {
 
 struct cache_reader_options {
     cache_options cache;
-    std::int64_t capacity = 0;  ///< tokens that the sequence will have at most
+    std::int64_t capacity = 0;    ///< tokens that the sequence will have at most
     std::string calibration_out;  ///< file for the query moments of the whole run; empty: none
 };
 

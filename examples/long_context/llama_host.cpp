@@ -15,6 +15,8 @@
 namespace sekv::example {
 namespace {
 
+void print_nothing(ggml_log_level /*unused*/, const char* /*unused*/, void* /*unused*/) {}
+
 void print_errors(ggml_log_level level, const char* text, void* /*unused*/) {
     if (level == GGML_LOG_LEVEL_ERROR) std::fputs(text, stderr);
 }
@@ -22,7 +24,7 @@ void print_errors(ggml_log_level level, const char* text, void* /*unused*/) {
 void start_llama() {
     static std::once_flag once;
     std::call_once(once, [] {
-        llama_log_set(print_errors, nullptr);
+        llama_log_set(print_nothing, nullptr);
         llama_backend_init();
     });
 }
@@ -78,7 +80,9 @@ void threadpool_free_fn::operator()(ggml_threadpool* p) const noexcept { ggml_th
 
 llama_host::llama_host(const std::string& path, host_options options) : options_(options) {
     start_llama();
+    llama_log_set(print_nothing, nullptr);  // check_gguf says in a sentence what llama.cpp's reader would add lines to
     const auto identity = check_gguf(path);
+    llama_log_set(print_errors, nullptr);
     architecture_ = identity.architecture;
     model_ = load(path, architecture_, options_.fp32_weights);
     check_options(options_, model_.get(), identity);

@@ -13,8 +13,8 @@
 #include "progress.hpp"
 #include "prompt.hpp"
 #include "report.hpp"
-#include "self_test.hpp"
 #include "sekv/core/error.hpp"
+#include "self_test.hpp"
 #include "text_file.hpp"
 
 namespace sekv::example {

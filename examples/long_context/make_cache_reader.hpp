@@ -22,11 +22,15 @@ struct made_reader {
 [[nodiscard]] made_reader make_paper_reader(const arguments& a, const llama_host& host, const cache_reader_options& options);
 
 template <class Codec>
-[[nodiscard]] std::unique_ptr<cache_reader> make_reader_of(kv_type stored, const llama_host& host, const cache_reader_options& options, const typename Codec::options& codec) {
+[[nodiscard]] std::unique_ptr<cache_reader> make_reader_of(kv_type stored, const llama_host& host, const cache_reader_options& options,
+                                                           const typename Codec::options& codec) {
     switch (stored) {
-        case kv_type::f32: return std::make_unique<sekv_reader<basic_cache<float, host_backend, Codec>>>(host, options, codec);
-        case kv_type::f16: return std::make_unique<sekv_reader<basic_cache<fp16, host_backend, Codec>>>(host, options, codec);
-        case kv_type::bf16: break;
+        case kv_type::f32:
+            return std::make_unique<sekv_reader<basic_cache<float, host_backend, Codec>>>(host, options, codec);
+        case kv_type::f16:
+            return std::make_unique<sekv_reader<basic_cache<fp16, host_backend, Codec>>>(host, options, codec);
+        case kv_type::bf16:
+            break;
     }
     return std::make_unique<sekv_reader<basic_cache<bf16, host_backend, Codec>>>(host, options, codec);
 }

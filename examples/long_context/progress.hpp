@@ -14,7 +14,8 @@ namespace sekv::example {
 /// Redrawn in place on a terminal; elsewhere a line at every tenth.
 class progress_bar {
 public:
-    progress_bar(std::string label, std::int64_t total, bool shown) : label_(std::move(label)), total_(total), shown_(shown), terminal_(isatty(STDERR_FILENO) == 1) {}
+    progress_bar(std::string label, std::int64_t total, bool shown)
+        : label_(std::move(label)), total_(total), shown_(shown), terminal_(isatty(STDERR_FILENO) == 1) {}
 
     void update(std::int64_t done, double seconds) {
         const bool complete = done >= total_;
@@ -25,7 +26,8 @@ public:
         const auto filled = static_cast<std::size_t>(total_ > 0 ? done * width / total_ : width);
         const auto bar = std::string(filled, '#') + std::string(static_cast<std::size_t>(width) - filled, '.');
         const auto rate = seconds > 0 ? static_cast<double>(done) / seconds : 0.0;
-        fmt::print(stderr, "{}{:<28} [{}] {}/{} tokens, {:.0f}/s{}", terminal_ ? "\r" : "", label_, bar, done, total_, rate, complete || !terminal_ ? "\n" : "");
+        fmt::print(stderr, "{}{:<28} [{}] {}/{} tokens, {:.0f}/s{}", terminal_ ? "\r" : "", label_, bar, done, total_, rate,
+                   complete || !terminal_ ? "\n" : "");
         std::fflush(stderr);
     }
 

@@ -33,9 +33,9 @@ void append(std::vector<token>& to, const std::vector<token>& from) { to.insert(
 
 void check_lengths(const prompt& p, std::int32_t max_tokens, std::int64_t context) {
     if (const auto needed = p.longest(max_tokens); needed > context)
-        throw invalid_argument("The document of " + std::to_string(p.document.size()) + " tokens, with a question and an answer of up to " + std::to_string(max_tokens) +
-                               " tokens or the continuation behind it, takes " + std::to_string(needed) + " tokens, and the model's context holds " +
-                               std::to_string(context) + "; shorten the document or --max-tokens.");
+        throw invalid_argument("The document of " + std::to_string(p.document.size()) + " tokens, with a question and an answer of up to " +
+                               std::to_string(max_tokens) + " tokens or the continuation behind it, takes " + std::to_string(needed) +
+                               " tokens, and the model's context holds " + std::to_string(context) + "; shorten the document or --max-tokens.");
 }
 
 }  // namespace

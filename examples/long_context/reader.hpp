@@ -1,6 +1,7 @@
 // What the comparison runs: something that holds a document and reads on from its end, token by token.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <functional>
 #include <span>
@@ -10,7 +11,7 @@
 
 namespace sekv::example {
 
-using logits_row = std::vector<float>;                     ///< [vocabulary]
+using logits_row = std::vector<float>;                       ///< [vocabulary]
 using prefill_progress = std::function<void(std::int64_t)>;  ///< called with the tokens done so far
 
 class reader {

@@ -13,7 +13,7 @@ namespace sekv::example {
 
 struct run_report {
     std::int64_t document_tokens = 0;
-    std::int64_t capacity = 0;          ///< tokens that shares are of
+    std::int64_t capacity = 0;           ///< tokens that shares are of
     std::uint64_t full_cache_bytes = 0;  ///< bf16 KV at that capacity
     std::uint64_t device_budget = 0;
     std::uint64_t model_parameters = 0, learned_parameters = 0;
@@ -29,7 +29,7 @@ struct run_report {
     [[nodiscard]] divergence over_answers() const;
 };
 
-/// Tells one question's outcome, at once.
+/// One question and its two answers, on stdout.
 void print_answer(const answer_comparison& c);
 void print_report(const arguments& a, const run_report& r);
 [[nodiscard]] std::string json_report(const arguments& a, const run_report& r);

@@ -9,7 +9,9 @@
 int main() {
     const sekv::layer_shape layer{.kv_heads = 1, .group = 3, .key_size = 64, .value_size = 64};
     const sekv::model_shape model{.layers = {layer, layer}, .fingerprint = "consumer"};
-    sekv::cache cache(model, {.device_budget = 8 << 20}, {}, sekv::host_backend(2));
+    sekv::cache_options options;
+    options.device_budget = 8 << 20;
+    sekv::cache cache(model, options, {}, sekv::host_backend(2));
     const auto seq = cache.open({.capacity = 4096});
 
     std::vector<float> keys(32 * 64), values(32 * 64), queries(32 * 3 * 64), out(queries.size());

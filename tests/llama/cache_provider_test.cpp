@@ -1,4 +1,6 @@
 // sekv's cache behind llama.cpp: equal to llama.cpp's own while everything is exact, and as it was after a batch that failed.
+#include "cache_provider.hpp"
+
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -8,7 +10,6 @@
 #include <string>
 #include <vector>
 
-#include "cache_provider.hpp"
 #include "decoder.hpp"
 #include "host_fixtures.hpp"
 #include "sekv/sekv.hpp"

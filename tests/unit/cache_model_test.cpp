@@ -21,6 +21,7 @@ struct modelled {
     sekv::sequence handle;
     uids tokens;
     std::int64_t capacity = 0;
+    std::int64_t longest = 0;  ///< that it was: what may be rejected counts from there
 };
 
 class fuzz {
@@ -78,7 +79,7 @@ private:
     }
 
     void open() {
-        modelled m{{}, {}, most_tokens};
+        modelled m{{}, {}, most_tokens, 0};
         sekv::sequence_options o{below(3) == 0 ? 0 : 350'000 + below(900'000), most_tokens};
         try {
             m.handle = cache_.open(o);
@@ -96,7 +97,7 @@ private:
     }
     void fork(modelled& m) {
         const auto n = below(2) == 0 ? ssize(m.tokens) : static_cast<std::int64_t>(below(m.tokens.size() + 1));
-        modelled child{{}, uids(m.tokens.begin(), m.tokens.begin() + n), m.capacity};
+        modelled child{{}, uids(m.tokens.begin(), m.tokens.begin() + n), m.capacity, m.longest};
         try {
             child.handle = cache_.fork(m.handle, n);
         } catch (const sekv::budget_error&) {
@@ -104,7 +105,7 @@ private:
             return;
         } catch (const sekv::state_error&) {
             ++window_refusals;
-            ASSERT_LT(n + 16, ssize(m.tokens)) << "refused within what may be rejected";
+            ASSERT_LT(n + 16, m.longest) << "refused within what may be rejected";
             return;
         }
         open_.push_back(child);
@@ -116,6 +117,7 @@ private:
             cache_.truncate(m.handle, n);
         } catch (const sekv::state_error&) {
             ++window_refusals;
+            ASSERT_LT(n + 16, m.longest) << "refused within what may be rejected";
             return;
         }
         m.tokens.resize(static_cast<std::size_t>(n));
@@ -144,6 +146,7 @@ private:
             return;
         }
         m.tokens.insert(m.tokens.end(), tokens.begin(), tokens.end());
+        m.longest = std::max(m.longest, ssize(m.tokens));
     }
     void observe(modelled& m) {
         if (cache_.spans(m.handle).options().policy == sekv::span_policy::key_novelty) return;

@@ -31,7 +31,7 @@ struct list {
     std::vector<const std::uint8_t*> sources, lines;
 };
 
-// Some positions below `length`, ascending; `hot` of the draws come from few positions.
+// Some positions below `length`, ascending; half of the draws come from the first 50.
 list draw_list(oracle::draws& random, const source& s, std::int64_t length, std::int64_t count) {
     std::set<std::int64_t> chosen;
     for (std::int64_t i = 0; i < count; ++i) chosen.insert(random.below(2) == 0 ? random.below(std::min<std::int64_t>(length, 50)) : random.below(length));

@@ -24,6 +24,16 @@ std::vector<float> steps_for(oracle::draws& random, const std::vector<std::uint8
     return step;
 }
 
+// By trying every level.
+float nearest(float x, int width) {
+    float best = host::line_level(0, width);
+    for (int k = 1; k < 1 << width; ++k) {
+        const float level = host::line_level(k, width);
+        if (std::abs(x - level) < std::abs(x - best)) best = level;
+    }
+    return best;
+}
+
 void expect_round_trip(oracle::draws& random, const std::vector<std::uint8_t>& widths, std::int64_t count) {
     const auto size = static_cast<std::int32_t>(widths.size() * 8);
     const auto bytes = std::accumulate(widths.begin(), widths.end(), std::int64_t{0});
@@ -38,12 +48,12 @@ void expect_round_trip(oracle::draws& random, const std::vector<std::uint8_t>& w
         ASSERT_TRUE(code || lines[static_cast<std::size_t>(i)] == 0xa5) << "written outside the codes, byte " << i;
     }
     std::vector<float> out(codes.size() + 1, -7.0F);
-    host::line_codes(lines.data(), stride, count, offset, widths.data(), size, out.data());
+    host::line_levels(lines.data(), stride, count, offset, widths.data(), size, out.data());
     EXPECT_EQ(out.back(), -7.0F);
     for (std::size_t i = 0; i < codes.size(); ++i) {
         const auto j = i % static_cast<std::size_t>(size);
         const int w = widths[j / 8];
-        ASSERT_EQ(out[i], w == 0 ? 0.0F : static_cast<float>(quantize(codes[i], 1.0F / step[j], w))) << "component " << j << " width " << w;
+        ASSERT_FLOAT_EQ(out[i], w == 0 ? 0.0F : nearest(codes[i] / step[j], w)) << "component " << j << " width " << w;
     }
 }
 
@@ -82,20 +92,42 @@ TEST(Line, FitKeepsItsBudgetAndDecodesWell) {
             const auto j = i % static_cast<std::size_t>(size);
             const int w = code.widths[j / 8];
             EXPECT_EQ(code.step[j] > 0, w > 0);
-            const double decoded = w == 0 ? 0.0 : quantize(codes[i], 1.0F / code.step[j], w) * static_cast<double>(code.step[j]) + line_offset(code.widths.data(), code.step.data(), static_cast<std::int32_t>(j));
+            const double decoded = w == 0 ? 0.0 : static_cast<double>(nearest(codes[i] / code.step[j], w)) * static_cast<double>(code.step[j]);
             error += (decoded - codes[i]) * (decoded - codes[i]);
         }
-        EXPECT_LT(error / total, 0.0125) << size;  // 4 bits on average lose 0.0115 of a flat spectrum, less of a falling one
+        EXPECT_LT(error / total, 0.0105) << size;  // 4 bits on average lose 0.0096 of a flat spectrum, less of a falling one; a key's spare byte is missing here
     }
 }
 
-TEST(Line, OffsetIsWhatCodeZeroDecodesTo) {
-    const std::vector<std::uint8_t> widths{0, 4, 8};
-    const std::vector<float> step(24, 0.5F);
-    EXPECT_EQ(line_offset(widths.data(), step.data(), 7), 0.0F);
-    EXPECT_EQ(line_offset(widths.data(), step.data(), 8), -7.5F * 0.5F);
-    EXPECT_EQ(line_offset(widths.data(), step.data(), 23), -127.5F * 0.5F);
+TEST(Line, LevelsAscendAndAreOdd) {
+    for (int w = 1; w <= 8; ++w) {
+        for (int k = 0; k < 1 << w; ++k) {
+            EXPECT_FLOAT_EQ(host::line_level(k, w), -host::line_level((1 << w) - 1 - k, w));
+            EXPECT_TRUE(k == 0 || host::line_level(k, w) > host::line_level(k - 1, w));
+        }
+    }
 }
+
+TEST(Line, CurvedLevelsBeatUniformOnesOnAGaussian) {
+    SCOPED_TRACE(seed);
+    oracle::draws random(seed + 2);
+    const std::int64_t count = 20000;
+    const auto codes = random.normals(count * 8, 1.0F);
+    const std::vector<double> variance(8, 1.0);
+    for (const int w : {2, 3, 4, 5, 6}) {
+        const auto line = fit_line(codes.data(), count, 8, variance, w);
+        ASSERT_EQ(line.widths[0], w);
+        double curved = 0, uniform = 0;
+        for (std::int64_t i = 0; i < count; ++i) {
+            const auto c = static_cast<double>(codes[static_cast<std::size_t>(8 * i)]);
+            curved += std::pow(static_cast<double>(nearest(static_cast<float>(c) / line.step[0], w)) * static_cast<double>(line.step[0]) - c, 2) / static_cast<double>(count);
+        }
+        uniform = choose_step(codes.data(), count, 8, w).error;
+        EXPECT_LT(curved, (w == 2 ? 1.0 : 0.96) * uniform) << w << " bits";
+    }
+}
+
+TEST(Line, NaNBecomesCodeZero) { EXPECT_EQ(nearest_level(NAN, 4), 0); }
 
 }  // namespace
 }  // namespace sekv

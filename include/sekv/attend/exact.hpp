@@ -22,20 +22,33 @@ struct page_rows {
     std::int64_t count = 0;
 };
 
-/// Adds rows to the group's state. queries: scaled, [group, key_size]; logits: scratch for group * capacity floats.
+/// Adds rows whose logits [group] rows of `stride` are known: their softmax, and values [count, state.size].
+template <scalar T>
+void absorb_rows(float* logits, std::int64_t stride, const T* values, std::int64_t count, float soft_cap, softmax_state& state) {
+    for (std::int32_t g = 0; g < state.group; ++g) {
+        float* row = logits + g * stride;
+        if (soft_cap > 0) host::soft_cap(row, count, soft_cap);
+        const float shift = state.raise(g, host::max_of(row, count));
+        state.weight[g] += host::exp_sum(row, count, shift);
+    }
+    host::row_accumulate(values, count, state.size, logits, stride, state.group, state.sums);
+}
+
+/// Adds rows of a page to the group's state. queries: scaled, [group, key_size]; logits: scratch for group * capacity floats.
 template <scalar T>
 void attend_rows(const page_rows<T>& rows, std::int32_t key_size, const float* queries, float soft_cap, softmax_state& state, float* logits) {
     if (rows.count <= 0) return;
-    const auto group = state.group;
-    std::fill_n(logits, group * rows.capacity, 0.0F);
-    host::row_accumulate(rows.keys, key_size, rows.capacity, queries, key_size, group, logits);
-    for (std::int32_t g = 0; g < group; ++g) {
-        float* row = logits + g * rows.capacity + rows.first;
-        if (soft_cap > 0) host::soft_cap(row, rows.count, soft_cap);
-        const float shift = state.raise(g, host::max_of(row, rows.count));
-        state.weight[g] += host::exp_sum(row, rows.count, shift);
-    }
-    host::row_accumulate(rows.values + rows.first * state.size, rows.count, state.size, logits + rows.first, rows.capacity, group, state.sums);
+    std::fill_n(logits, state.group * rows.capacity, 0.0F);
+    host::row_accumulate(rows.keys, key_size, rows.capacity, queries, key_size, state.group, logits);
+    absorb_rows(logits + rows.first, rows.capacity, rows.values + rows.first * state.size, rows.count, soft_cap, state);
+}
+
+/// The same for count <= 64 plain rows: keys [count, key_size], values [count, state.size]; logits: scratch for group * 64 floats.
+template <scalar T>
+void attend_rows(const T* keys, const T* values, std::int64_t count, std::int32_t key_size, const float* queries, float soft_cap, softmax_state& state, float* logits) {
+    if (count <= 0) return;
+    host::row_logits(keys, count, key_size, queries, state.group, logits, host::block_tokens);
+    absorb_rows(logits, host::block_tokens, values, count, soft_cap, state);
 }
 
 /// One tile of prefill: query tokens of one KV head's group against blocks of up to 64 tokens.

@@ -230,6 +230,7 @@ void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int6
 template <scalar Scalar, codec Codec>
 void residency<Scalar, Codec>::end_prefill(record& r, std::int64_t length) {
     constexpr auto purpose = "the sealed prompt";
+    drop_behind_window(r, length);
     const auto blocks = blocks_to_seal(r, length, layout(whole).page_bytes() + layout(windowed).page_bytes(), purpose);
     const auto sealing = seal_demand(r, blocks);
     std::vector<std::pair<std::size_t, page_ref>> back;  // what stays exact after prefill lives on the device

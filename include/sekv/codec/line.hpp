@@ -19,7 +19,7 @@ struct line_code {
 /// Writes the codes of count tokens [count, size] at lines + i * line_stride + offset.
 void pack_lines(const float* codes, std::int64_t count, std::int32_t size, const std::uint8_t* widths, const float* step, std::uint8_t* lines, std::int64_t line_stride, std::int64_t offset);
 
-/// What component j's code 0 decodes to: level * step, level from its group's width; 0 where the width is 0.
-[[nodiscard]] float line_offset(const std::uint8_t* widths, const float* step, std::int32_t component) noexcept;
+/// The code of the level nearest to x, which is in steps. width 1 to 8; NaN becomes code 0.
+[[nodiscard]] std::uint8_t nearest_level(float x, std::int32_t width) noexcept;
 
 }  // namespace sekv
