@@ -21,7 +21,7 @@ struct progressive_options {
     /// R2 bytes per token and KV head as a multiple of the head size: 0.75 to 2.
     float line_factor = 1.0F;
     /// A sealed token whose probability (group mean or max) exceeds tau is read at R2; in (0, 1].
-    float tau = 3e-4F;
+    float tau = 2e-4F;
     zoom_rule rule = zoom_rule::mean;
     /// At most this many zoomed tokens per KV head and query token; the largest win.
     std::int32_t cap = 1024;
@@ -36,7 +36,7 @@ struct progressive_options {
     /// Queries enter the metric with weight exp(-age / memory), age in tokens.
     std::int32_t metric_memory = 512;
     /// Key and value statistics are fitted per position range of max(epoch_tokens, n / 8) tokens.
-    std::int32_t epoch_tokens = 8192;
+    std::int32_t epoch_tokens = 4096;
     /// Keeps raw K and V on the host after sealing (R3); zooms read it in place of R2.
     bool exact_tier = false;
     /// Pre-RoPE query moments of this model (`model` metric); null means the sequence's own queries only.
