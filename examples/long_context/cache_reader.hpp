@@ -80,7 +80,10 @@ public:
 
     logits_row prompt(std::span<const token> tokens) override {
         provider_.read_at(resolution::full);
+        cache_.begin_prefill(seq_);
         take(tokens, true);
+        provider_.release();
+        cache_.end_prefill(seq_);
         return last_;
     }
 

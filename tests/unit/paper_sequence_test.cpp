@@ -15,7 +15,7 @@ using namespace sekv::paper_test;
 
 TEST(PaperSequence, ManySmallSealsWhileDecoding) {
     for (const float tau : {nothing, 0.93F, everything}) {
-        world w({3, 64}, codec_of(tau), 5, 0.2);
+        world w({.window_rows = 768}, codec_of(tau), 5, 0.2);
         w.fill(200);
         w.decode(200, 690);
         ASSERT_GE(w.borders.size(), 5U);
@@ -37,7 +37,7 @@ TEST(PaperSequence, AQueryInsideASpanReadsItTokenByToken) {
 }
 
 TEST(PaperSequence, TruncationCutsASpanAndLeavesNothingOfTheRest) {
-    world w({3, 64}, codec_of(nothing), 3);
+    world w({.sliding_window = 700, .window_rows = 768}, codec_of(nothing), 3);
     w.fill(650);
     const auto spans = w.spans();
     const auto parent = w.seq;
@@ -125,7 +125,7 @@ TEST(PaperSequence, ALaterPromptReadsSealedSpansWhole) {
 }
 
 TEST(PaperSequence, CountsEveryByteAndPredictsThem) {
-    world w({3, 64}, codec_of(0));
+    world w({.sliding_window = 700, .window_rows = 768}, codec_of(0));
     w.append(0, 650);
     const auto quota_of = w.cache.used(w.seq).total(tier::device);
     w.cache.end_prefill(w.seq);
@@ -150,7 +150,7 @@ TEST(PaperSequence, CountsEveryByteAndPredictsThem) {
 }
 
 TEST(PaperSequence, AQuotaThatCannotHoldTheWindowChangesNothing) {
-    world w({3, 64}, codec_of(nothing), 1, 0.02);
+    world w({.window_rows = 768}, codec_of(nothing), 1, 0.02);
     w.append(0, 650);
     const auto before = w.cache.used();
     EXPECT_THROW(w.cache.end_prefill(w.seq), budget_error);

@@ -27,6 +27,7 @@ struct setup {
     float soft_cap = 0, scale = 0;
     std::int32_t sinks = 4;
     std::int32_t sliding_window = 96;  ///< of layer 1
+    std::int32_t window_rows = 320;    ///< of that layer, that the quota has room for beside its share of the others
 };
 
 inline model_shape model_of(const setup& s) {
@@ -52,7 +53,7 @@ public:
           cache(model, c, o, host_backend(threads)),
           random_(seed) {
         const auto quota =
-            static_cast<std::uint64_t>(share * static_cast<double>(2 * model.full_bytes_per_token() * all_tokens)) + 2 * model.windowed_bytes_per_token() * 768;
+            static_cast<std::uint64_t>(share * static_cast<double>(2 * model.full_bytes_per_token() * all_tokens)) + 2 * model.windowed_bytes_per_token() * static_cast<std::uint64_t>(s.window_rows);
         seq = cache.open({quota, 4096});
         for (const auto& l : model.layers) {
             keys.push_back(noise(all_tokens * l.kv_heads * l.key_size));

@@ -91,7 +91,7 @@ private:
     void allocate(growth& g, layer_class c, const record& r);
     void commit(growth& g, layer_class c, record& r, std::int64_t target);
     [[nodiscard]] std::int64_t eligible_blocks(const record& r, std::int64_t length) const noexcept;
-    [[nodiscard]] std::int64_t blocks_to_seal(const record& r, std::int64_t length, std::uint64_t extra, const char* purpose) const;
+    [[nodiscard]] std::int64_t blocks_to_seal(const record& r, std::int64_t length, std::uint64_t extra, std::int64_t least_left, const char* purpose) const;
     [[nodiscard]] std::uint64_t device_bytes(const record& r) const { return used_by(r).total(tier::device); }
     [[nodiscard]] std::uint64_t host_resident_bytes(const record& r) const noexcept { return r.of(whole).bytes(tier::host); }
     void make_room(record& r, const demand& need, std::int64_t most_blocks, const char* purpose);
@@ -110,6 +110,7 @@ private:
     [[nodiscard]] pending_seal prepare_seal(record& r, std::int64_t length, std::int64_t blocks);
     void commit(pending_seal&& p, record& r) noexcept;
     void drop_behind_window(record& r, std::int64_t length) noexcept;
+    class window_drop;
     [[nodiscard]] page_ref copy_sinks(const record& r);
 
     const model_shape* model_;
@@ -143,6 +144,23 @@ usage residency<Scalar, Codec>::used_by(const record& r) const {
     if (r.sinks) u.at(tier::device, kind::exact) += r.sinks->size();
     return u;
 }
+
+// Rows that left the sliding windows make room at the end of prefill; if that fails, they are put back.
+template <scalar Scalar, codec Codec>
+class residency<Scalar, Codec>::window_drop {
+public:
+    window_drop(residency& owner, record& r, std::int64_t length) : list_(&r.of(windowed)), before_(*list_) { owner.drop_behind_window(r, length); }
+    window_drop(const window_drop&) = delete;
+    window_drop& operator=(const window_drop&) = delete;
+    ~window_drop() {
+        if (list_ != nullptr) *list_ = std::move(before_);
+    }
+    void commit() noexcept { list_ = nullptr; }
+
+private:
+    row_list* list_;
+    row_list before_;
+};
 
 template <scalar Scalar, codec Codec>
 auto residency<Scalar, Codec>::plan_growth(const record& r, layer_class c, std::int64_t target) const -> growth {
@@ -208,7 +226,7 @@ void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int6
     if (target <= r.reserved) return;
     const auto used = device_bytes(r);
     codec_->advance(r.own, r.sealed, length, used < r.quota ? r.quota - used : 0);
-    drop_behind_window(r, length);
+    drop_behind_window(r, length);  // out of every query's reach, so not undone by a failure
     std::array<growth, layer_classes> grown{plan_growth(r, whole, target), plan_growth(r, windowed, target)};
     for (const auto c : {whole, windowed}) r.of(c).blocks().reserve(r.of(c).blocks().size() + grown[static_cast<std::size_t>(c)].blocks.size());
     auto& [plain, sliding] = grown;
@@ -218,7 +236,7 @@ void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int6
     constexpr auto purpose = "the next tokens' exact rows";
     // Rows that an earlier, failed call moved to the host press as if they were on the device: its failure must not change levels.
     const bool press = need > 0 && !r.prefilling && device_bytes(r) + host_resident_bytes(r) + need > r.quota;
-    const auto blocks = press ? blocks_to_seal(r, length, need, purpose) : 0;
+    const auto blocks = press ? blocks_to_seal(r, length, need, 0, purpose) : 0;
     const auto sealing = seal_demand(r, blocks);
     make_room(r, {need + sealing.device, host_need + sealing.host}, r.prefilling ? static_cast<std::int64_t>(r.of(whole).blocks().size()) : blocks, purpose);
     for (const auto c : {whole, windowed}) allocate(grown[static_cast<std::size_t>(c)], c, r);
@@ -230,8 +248,10 @@ void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int6
 template <scalar Scalar, codec Codec>
 void residency<Scalar, Codec>::end_prefill(record& r, std::int64_t length) {
     constexpr auto purpose = "the sealed prompt";
-    drop_behind_window(r, length);
-    const auto blocks = blocks_to_seal(r, length, layout(whole).page_bytes() + layout(windowed).page_bytes(), purpose);
+    window_drop dropped(*this, r, length);
+    // What decoding will hold at most between two seals: the window, what may be rejected, and the block that is being filled.
+    const auto tail = (options_->window + options_->rejectable + host::block_tokens - 1) / host::block_tokens + 1;
+    const auto blocks = blocks_to_seal(r, length, layout(windowed).page_bytes(), tail, purpose);
     const auto sealing = seal_demand(r, blocks);
     std::vector<std::pair<std::size_t, page_ref>> back;  // what stays exact after prefill lives on the device
     for (auto b = static_cast<std::size_t>(blocks); b < r.of(whole).blocks().size(); ++b) {
@@ -245,6 +265,7 @@ void residency<Scalar, Codec>::end_prefill(record& r, std::int64_t length) {
     auto sealed = prepare_seal(r, length, blocks);
     for (auto& [b, copy] : back) r.of(whole).blocks()[b].rows = std::move(copy);
     commit(std::move(sealed), r);
+    dropped.commit();
     r.prefilling = false;
 }
 
@@ -256,16 +277,18 @@ std::int64_t residency<Scalar, Codec>::eligible_blocks(const record& r, std::int
     return n;
 }
 
-// The fewest oldest blocks whose sealing brings the sequence, with `extra` more device bytes and everything exact on the device, inside its quota.
+// The fewest oldest blocks whose sealing brings the sequence, with `extra` more device bytes, room for `least_left` exact blocks, and everything exact on the device, inside its quota.
 template <scalar Scalar, codec Codec>
-std::int64_t residency<Scalar, Codec>::blocks_to_seal(const record& r, std::int64_t length, std::uint64_t extra, const char* purpose) const {
+std::int64_t residency<Scalar, Codec>::blocks_to_seal(const record& r, std::int64_t length, std::uint64_t extra, std::int64_t least_left, const char* purpose) const {
     const auto page = layout(whole).page_bytes();
     const auto held = device_bytes(r) + host_resident_bytes(r);
     const auto eligible = eligible_blocks(r, length);
+    const auto blocks = static_cast<std::int64_t>(r.of(whole).blocks().size());
     const auto least = (codec_->least_seal(r.own) + host::block_tokens - 1) / host::block_tokens;
     std::uint64_t best = ~std::uint64_t{0};
     for (std::int64_t m = 0; m <= eligible; m = m == 0 ? std::clamp<std::int64_t>(least, 1, std::max<std::int64_t>(eligible, 1)) : m + 1) {
-        const auto total = held + extra + seal_demand(r, m).device - static_cast<std::uint64_t>(m) * page;
+        const auto spare = static_cast<std::uint64_t>(std::max<std::int64_t>(0, least_left - (blocks - m))) * page;
+        const auto total = held + extra + spare + seal_demand(r, m).device - static_cast<std::uint64_t>(m) * page;
         if (total <= r.quota) return m;
         best = std::min(best, total);
     }
