@@ -50,9 +50,9 @@ void add_cache_flags(CLI::App& app, arguments& a, raw_flags& raw) {
     app.add_option("--rejectable", a.cache.rejectable, "Tokens behind those that sealing leaves alone, for engines that take drafts back")->capture_default_str();
     app.add_option("--segmenter", raw.segmenter, "surprisal, novelty or fixed")->capture_default_str();
     app.add_option("--sketch-bits", raw.sketch_bits, "K,V bits per token of the sketch (default: 80,32 below head size 128, else 96,32)");
-    app.add_option("--line-factor", p.line_factor, "Bytes of a refined line as a multiple of the head size")->capture_default_str();
+    app.add_option("--line-factor", p.line_factor, "Bytes of a refined line as a multiple of the head size; 0: 1.25 for heads below 128, else 1")->capture_default_str();
     app.add_option("--tau", raw.tau,
-                   "Probability from which a token is zoomed (default: 3e-4), or relevance from which a span is (paper; default: its router's)");
+                   "Probability from which a token is zoomed (default: 2e-4), or relevance from which a span is (paper; default: its router's)");
     app.add_option("--cap", p.cap, "Zoomed tokens per head and step at most")->capture_default_str();
     app.add_option("--line-slots", p.line_slots, "Line cache slots per KV head")->capture_default_str();
     app.add_option("--horizon", p.horizon, "Tokens after which sketches are made anew; 0: never")->capture_default_str();

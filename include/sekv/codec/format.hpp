@@ -34,7 +34,10 @@ struct head_format {
     f.value_size = l.value_size;
     f.key_bits = o.key_sketch_bits > 0 ? o.key_sketch_bits : (l.key_size < 128 ? 80 : 96);
     f.value_bits = o.value_sketch_bits > 0 ? o.value_sketch_bits : 32;
-    const auto bytes = [&](std::int32_t size) { return static_cast<std::int32_t>(std::lround(o.line_factor * static_cast<float>(size) / 2)); };
+    const auto bytes = [&](std::int32_t size) {
+        const float factor = o.line_factor > 0 ? o.line_factor : (size < 128 ? 1.25F : 1.0F);
+        return static_cast<std::int32_t>(std::lround(factor * static_cast<float>(size) / 2));
+    };
     f.key_line_bytes = bytes(l.key_size);
     f.value_line_bytes = bytes(l.value_size) - 1;
     f.line_stride = (f.line_bytes() + 15) / 16 * 16;

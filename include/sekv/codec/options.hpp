@@ -18,8 +18,8 @@ struct progressive_options {
     /// R1 bits per token for the key and for the value; multiples of 4. 0 means the default of the head size: 80 + 32 below 128, 96 + 32 from 128 on.
     std::int32_t key_sketch_bits = 0;
     std::int32_t value_sketch_bits = 0;
-    /// R2 bytes per token and KV head as a multiple of the head size: 0.75 to 2.
-    float line_factor = 1.0F;
+    /// R2 bytes per token and KV head as a multiple of the head size, 0.75 to 2; 0 means the default of the head size: 1.25 below 128 (80-byte lines at 64), 1 from 128 on.
+    float line_factor = 0.0F;
     /// A sealed token whose probability (group mean or max) exceeds tau is read at R2; in (0, 1].
     float tau = 2e-4F;
     zoom_rule rule = zoom_rule::mean;
@@ -34,7 +34,7 @@ struct progressive_options {
     /// Power p of W = M'^(p/2): 1 weighs by the queries, 0 is plain PCA.
     float metric_power = 1.0F;
     /// Queries enter the metric with weight exp(-age / memory), age in tokens.
-    std::int32_t metric_memory = 512;
+    std::int32_t metric_memory = 1024;
     /// Key and value statistics are fitted per position range of max(epoch_tokens, n / 8) tokens.
     std::int32_t epoch_tokens = 4096;
     /// Keeps raw K and V on the host after sealing (R3); zooms read it in place of R2.
@@ -46,7 +46,7 @@ struct progressive_options {
         const auto bits = [](std::int32_t b, std::int32_t most) { return b >= 0 && b <= most && b % 4 == 0; };
         if (!bits(key_sketch_bits, 512)) throw invalid_argument("key_sketch_bits must be a multiple of 4 from 0 (default) to 512, not " + std::to_string(key_sketch_bits) + ".");
         if (!bits(value_sketch_bits, 512)) throw invalid_argument("value_sketch_bits must be a multiple of 4 from 0 (default) to 512, not " + std::to_string(value_sketch_bits) + ".");
-        if (!(line_factor >= 0.75F && line_factor <= 2.0F)) throw invalid_argument("line_factor must be 0.75 to 2, not " + std::to_string(line_factor) + ".");
+        if (!(line_factor == 0.0F || (line_factor >= 0.75F && line_factor <= 2.0F))) throw invalid_argument("line_factor must be 0 (default) or 0.75 to 2, not " + std::to_string(line_factor) + ".");
         if (!(tau > 0.0F && tau <= 1.0F)) throw invalid_argument("tau must be above 0 and at most 1, not " + std::to_string(tau) + ".");
         if (cap < 0) throw invalid_argument("cap must be 0 or more tokens, not " + std::to_string(cap) + ".");
         if (line_slots < 0 || line_slots % 32 != 0) throw invalid_argument("line_slots must be a multiple of 32, not " + std::to_string(line_slots) + ".");
