@@ -77,7 +77,7 @@ public:
     [[nodiscard]] plan make_plan(std::span<const batch_item> items, resolution how);
     /// Attention of the plan's query tokens [tokens, query_heads, key_size] over their sequences up to and including their own positions: out [tokens, query_heads, value_size], and lse
     /// [tokens, query_heads] (natural log-sum-exp of the scaled logits) unless null. Padding rows get zeros and -infinity. Queries are unscaled; they enter the metric.
-    /// Throws invalid_argument for wrong shapes or queries that are not finite, state_error for positions not yet appended or a plan that lengths have outgrown.
+    /// Throws invalid_argument for wrong shapes or queries that are not finite, state_error for positions not yet appended, or whose sliding window is gone, or a plan that lengths have outgrown.
     void attend(plan& p, std::int32_t layer, const rows_view& queries, const out_view& out, float* lse = nullptr);
     /// The same with a plan that the cache keeps for itself.
     void attend(std::span<const batch_item> items, std::int32_t layer, const rows_view& queries, resolution how, const out_view& out, float* lse = nullptr);

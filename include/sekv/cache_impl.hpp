@@ -313,6 +313,10 @@ std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int3
             if (position < 0 || position > held - i.tokens)
                 throw state_error("A batch asks for queries at positions " + std::to_string(position) + " to " + std::to_string(position + i.tokens - 1) + ", but layer " + std::to_string(layer) + " holds " +
                                   std::to_string(held) + " tokens; append their K and V first.");
+            const auto seen = std::max<std::int64_t>(0, position + 1 - shape.sliding_window);
+            if (shape.windowed() && seen < residency_.first_held(r, static_cast<std::int32_t>(owner)))
+                throw state_error("A query at position " + std::to_string(position) + " sees tokens from " + std::to_string(seen) + " on, but sliding-window layer " + std::to_string(layer) + " dropped those before " +
+                                  std::to_string(residency_.first_held(r, static_cast<std::int32_t>(owner))) + "; ask while they are at most `rejectable` tokens behind the window.");
             if (r.scored_tokens() > p.longest_) throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(r.scored_tokens()) + "; make a new plan.");
             out.push_back({&r, i.tokens, position, row});
         }

@@ -172,6 +172,9 @@ private:
         } catch (const sekv::budget_error&) {
             ++budget_errors;
             return;
+        } catch (const sekv::state_error&) {  // a query in the past, after a truncation as deep as a sliding window allows
+            ++window_refusals;
+            return;
         }
         if (++attends % 16 != 0) return;
         const auto d = distance_from_full(world_, r, m.tokens, tokens, ssize(m.tokens) - n);

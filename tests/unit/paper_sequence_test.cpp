@@ -127,10 +127,10 @@ TEST(PaperSequence, ALaterPromptReadsSealedSpansWhole) {
 TEST(PaperSequence, CountsEveryByteAndPredictsThem) {
     world w({.sliding_window = 700, .window_rows = 768}, codec_of(0));
     w.append(0, 650);
-    const auto quota_of = w.cache.used(w.seq).total(tier::device);
+    const auto prompt = w.cache.used(w.seq).at(tier::device, kind::exact) + w.cache.used(w.seq).at(tier::host, kind::exact);
     w.cache.end_prefill(w.seq);
     const auto used = w.cache.used(w.seq);
-    EXPECT_LT(used.total(tier::device), quota_of);
+    EXPECT_LT(used.total(tier::device), prompt);
     auto ledger = w.cache.used();
     EXPECT_EQ(used, ledger);
     std::uint64_t device = 0, host = 0;
