@@ -94,7 +94,7 @@ private:
     [[nodiscard]] std::int64_t blocks_to_seal(const record& r, std::int64_t length, std::uint64_t extra, std::int64_t least_left, const char* purpose) const;
     [[nodiscard]] std::uint64_t device_bytes(const record& r) const { return used_by(r).total(tier::device); }
     [[nodiscard]] std::uint64_t host_resident_bytes(const record& r) const noexcept { return r.of(whole).bytes(tier::host); }
-    void make_room(record& r, const demand& need, std::int64_t most_blocks, const char* purpose);
+    void make_room(record& r, const demand& need, std::uint64_t replaced, std::int64_t most_blocks, const char* purpose);
     // A block on the device counts against the quota of each sequence that refers to it; only one that no fork shares gives the cache bytes back when it moves.
     [[nodiscard]] static bool is_movable(const row_block& b) noexcept { return b.rows->where() == tier::device; }
     [[nodiscard]] static bool is_own(const row_block& b) noexcept { return is_movable(b) && b.rows.use_count() == 1; }
@@ -233,12 +233,15 @@ void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int6
     plain.on_host = overflow(r, plain, sliding.device_pages() * layout(windowed).page_bytes() + (plain.copy_last ? layout(whole).page_bytes() : 0));
     const auto need = plain.device_pages() * layout(whole).page_bytes() + sliding.device_pages() * layout(windowed).page_bytes();
     const auto host_need = plain.on_host * layout(whole).page_bytes();
+    const auto replaced_of = [&](const growth& g, layer_class c) -> std::uint64_t { return g.copy_last && is_movable(r.of(c).blocks().back()) ? layout(c).page_bytes() : 0; };
+    const auto replaced = replaced_of(plain, whole) + replaced_of(sliding, windowed);
     constexpr auto purpose = "the next tokens' exact rows";
     // Rows that an earlier, failed call moved to the host press as if they were on the device: its failure must not change levels.
-    const bool press = need > 0 && !r.prefilling && device_bytes(r) + host_resident_bytes(r) + need > r.quota;
-    const auto blocks = press ? blocks_to_seal(r, length, need, 0, purpose) : 0;
+    const auto added = need - replaced;  // a copy takes the place of the page that a fork goes on sharing: which side copies must not show
+    const bool press = need > 0 && !r.prefilling && device_bytes(r) + host_resident_bytes(r) + added > r.quota;
+    const auto blocks = press ? blocks_to_seal(r, length, added, 0, purpose) : 0;
     const auto sealing = seal_demand(r, blocks);
-    make_room(r, {need + sealing.device, host_need + sealing.host}, r.prefilling ? static_cast<std::int64_t>(r.of(whole).blocks().size()) : blocks, purpose);
+    make_room(r, {need + sealing.device, host_need + sealing.host}, replaced, r.prefilling ? static_cast<std::int64_t>(r.of(whole).blocks().size()) : blocks, purpose);
     for (const auto c : {whole, windowed}) allocate(grown[static_cast<std::size_t>(c)], c, r);
     commit(prepare_seal(r, length, blocks), r);
     for (const auto c : {whole, windowed}) commit(grown[static_cast<std::size_t>(c)], c, r, target);
@@ -257,7 +260,7 @@ void residency<Scalar, Codec>::end_prefill(record& r, std::int64_t length) {
     for (auto b = static_cast<std::size_t>(blocks); b < r.of(whole).blocks().size(); ++b) {
         if (r.of(whole).blocks()[b].rows->where() == tier::host) back.emplace_back(b, nullptr);
     }
-    make_room(r, {sealing.device + back.size() * layout(whole).page_bytes(), sealing.host}, blocks, purpose);
+    make_room(r, {sealing.device + back.size() * layout(whole).page_bytes(), sealing.host}, 0, blocks, purpose);
     for (auto& [b, copy] : back) {
         copy = pool_->make(tier::device, kind::exact, layout(whole).page_bytes());
         std::memcpy(copy->data(), r.of(whole).blocks()[b].rows->data(), layout(whole).page_bytes());
@@ -306,12 +309,13 @@ demand residency<Scalar, Codec>::seal_demand(const record& r, std::int64_t block
     return need;
 }
 
-// Moves the oldest exact blocks, `most_blocks` at most, to the host until `need.device` more bytes fit the quota and the budget. Moving changes time only.
+// Moves the oldest exact blocks, `most_blocks` at most, to the host until `need.device` more bytes fit the quota, which gets `replaced` bytes back for pages that a fork keeps, and the budget.
+// Moving changes time only.
 template <scalar Scalar, codec Codec>
-void residency<Scalar, Codec>::make_room(record& r, const demand& need, std::int64_t most_blocks, const char* purpose) {
+void residency<Scalar, Codec>::make_room(record& r, const demand& need, std::uint64_t replaced, std::int64_t most_blocks, const char* purpose) {
     auto& mem = pool_->budget();
     const auto page = layout(whole).page_bytes();
-    const auto used = device_bytes(r);
+    const auto used = device_bytes(r) - replaced;
     const auto short_of = [&](std::uint64_t have, std::uint64_t limit) { return limit != memory::unlimited && have + need.device > limit ? have + need.device - limit : 0; };
     const auto over_quota = short_of(used, r.quota);
     const auto over_budget = short_of(mem.used().total(tier::device), mem.limit(tier::device));
