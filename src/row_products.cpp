@@ -157,7 +157,7 @@ void logits_of(const T* rows, std::int64_t count, std::int32_t width, const floa
     }
 }
 
-/// Where the weights and the sums of a block of vectors lie, and how many elements ahead rows are prefetched (0: not).
+/// Where the weights and the sums of a block of vectors lie, and how many elements ahead (or behind) rows are prefetched (0: not).
 struct accumulation {
     const float* weights;
     std::int64_t weight_stride;
@@ -190,7 +190,7 @@ HWY_INLINE void accumulate_columns(const T* rows, std::int64_t count, std::int64
     SEKV_UNROLL for (auto& of_weights : sums) { SEKV_UNROLL for (auto& sum : of_weights) sum = hn::Zero(tag()); }
     for (std::int64_t i = 0; i < count; ++i) {
         const T* const row = rows + i * size;
-        if (a.ahead > 0) prefetch(row + a.ahead, V * lanes);
+        if (a.ahead != 0) prefetch(row + a.ahead, V * lanes);
         vec x[V];
         if constexpr (V >= 2) {
             SEKV_UNROLL for (int v = 0; v < V; v += 2) load_pair(row + v * lanes, x[v], x[v + 1]);
@@ -224,17 +224,24 @@ HWY_NOINLINE void accumulate_tile(const T* rows, std::int64_t count, std::int64_
         }
 }
 
+/// Elements from one array to another, for prefetching only.
 template <class T>
-void accumulate(const T* rows, std::int64_t count, std::int64_t size, const accumulation& all, std::int32_t group) {
+std::int64_t distance(const T* from, const T* to) {
+    return (static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(to)) - static_cast<std::int64_t>(reinterpret_cast<std::intptr_t>(from))) / static_cast<std::int64_t>(sizeof(T));
+}
+
+template <class T>
+void accumulate(const T* rows, std::int64_t count, std::int64_t size, const accumulation& all, std::int32_t group, const T* next) {
     const auto fit = tile_bytes / std::max<std::int64_t>(1, size * static_cast<std::int64_t>(sizeof(T)));
     const auto tile = std::max<std::int64_t>(fit, 32);
     for (std::int64_t i = 0; i < count; i += tile) {
         const auto n = std::min(tile, count - i);
+        const bool last = i + n == count && next != nullptr;
+        const auto ahead = last ? distance(rows + i * size, next) : tile * size;
         for (std::int32_t g = 0; g < group; g += group_block) {
             const auto block = std::min(group_block, group - g);
-            // Every pass over a tile fetches its columns of the next tile, so that memory is never idle.
-            const accumulation a{all.weights + g * all.weight_stride + i, all.weight_stride, all.sums + g * all.sum_stride, all.sum_stride,
-                                 g == 0 ? tile * size : 0};
+            // Every pass over a tile fetches its columns of what is read next, so that memory is never idle.
+            const accumulation a{all.weights + g * all.weight_stride + i, all.weight_stride, all.sums + g * all.sum_stride, all.sum_stride, g == 0 ? ahead : 0};
             if (block == 1) accumulate_tile<1>(rows + i * size, n, size, a);
             if (block == 2) accumulate_tile<2>(rows + i * size, n, size, a);
             if constexpr (group_block > 2) {
@@ -250,8 +257,8 @@ void accumulate(const T* rows, std::int64_t count, std::int64_t size, const accu
         logits_of(rows, count, size, queries, group, logits, stride);                                                                                     \
     }                                                                                                                                                     \
     void accumulate_##T(const T* rows, std::int64_t count, std::int64_t size, const float* weights, std::int64_t weight_stride, std::int32_t group,       \
-                        float* sums, std::int64_t sum_stride) {                                                                                           \
-        accumulate(rows, count, size, accumulation{weights, weight_stride, sums, sum_stride, 0}, group);                                                  \
+                        float* sums, std::int64_t sum_stride, const T* next) {                                                                            \
+        accumulate(rows, count, size, accumulation{weights, weight_stride, sums, sum_stride, 0}, group, next);                                            \
     }
 SEKV_ROW_PRODUCTS(float)
 SEKV_ROW_PRODUCTS(bf16)
@@ -274,8 +281,8 @@ namespace sekv::host {
     }                                                                                                                                                  \
     template <>                                                                                                                                        \
     void row_accumulate<T>(const T* rows, std::int64_t count, std::int32_t size, const float* weights, std::int64_t weight_stride, std::int32_t group, \
-                           float* sums) {                                                                                                              \
-        HWY_DYNAMIC_DISPATCH(accumulate_##T)(rows, count, size, weights, weight_stride, group, sums, size);                                            \
+                           float* sums, const T* next) {                                                                                               \
+        HWY_DYNAMIC_DISPATCH(accumulate_##T)(rows, count, size, weights, weight_stride, group, sums, size, next);                                      \
     }
 SEKV_ROW_PRODUCTS(float)
 SEKV_ROW_PRODUCTS(bf16)
@@ -285,7 +292,7 @@ SEKV_ROW_PRODUCTS(fp16)
 void vector_matrix(const float* x, std::int64_t x_stride, std::int32_t count, const fp16* a, std::int32_t rows, std::int32_t columns, float* y,
                    std::int64_t y_stride) {
     for (std::int32_t i = 0; i < count; ++i) std::fill_n(y + i * y_stride, columns, 0.0F);
-    HWY_DYNAMIC_DISPATCH(accumulate_fp16)(a, rows, columns, x, x_stride, count, y, y_stride);
+    HWY_DYNAMIC_DISPATCH(accumulate_fp16)(a, rows, columns, x, x_stride, count, y, y_stride, nullptr);
 }
 
 }  // namespace sekv::host

@@ -20,18 +20,19 @@ struct page_rows {
     std::int32_t capacity = 0;
     std::int64_t first = 0;
     std::int64_t count = 0;
+    const T* next = nullptr;  ///< keys that will be read after these rows, to be fetched meanwhile
 };
 
 /// Adds rows whose logits [group] rows of `stride` are known: their softmax, and values [count, state.size].
 template <scalar T>
-void absorb_rows(float* logits, std::int64_t stride, const T* values, std::int64_t count, float soft_cap, softmax_state& state) {
+void absorb_rows(float* logits, std::int64_t stride, const T* values, std::int64_t count, float soft_cap, softmax_state& state, const T* next = nullptr) {
     for (std::int32_t g = 0; g < state.group; ++g) {
         float* row = logits + g * stride;
         if (soft_cap > 0) host::soft_cap(row, count, soft_cap);
         const float shift = state.raise(g, host::max_of(row, count));
         state.weight[g] += host::exp_sum(row, count, shift);
     }
-    host::row_accumulate(values, count, state.size, logits, stride, state.group, state.sums);
+    host::row_accumulate(values, count, state.size, logits, stride, state.group, state.sums, next);
 }
 
 /// Adds rows of a page to the group's state. queries: scaled, [group, key_size]; logits: scratch for group * capacity floats.
@@ -39,8 +40,8 @@ template <scalar T>
 void attend_rows(const page_rows<T>& rows, std::int32_t key_size, const float* queries, float soft_cap, softmax_state& state, float* logits) {
     if (rows.count <= 0) return;
     std::fill_n(logits, state.group * rows.capacity, 0.0F);
-    host::row_accumulate(rows.keys, key_size, rows.capacity, queries, key_size, state.group, logits);
-    absorb_rows(logits + rows.first, rows.capacity, rows.values + rows.first * state.size, rows.count, soft_cap, state);
+    host::row_accumulate(rows.keys, key_size, rows.capacity, queries, key_size, state.group, logits, rows.values);
+    absorb_rows(logits + rows.first, rows.capacity, rows.values + rows.first * state.size, rows.count, soft_cap, state, rows.next);
 }
 
 /// The same for count <= 64 plain rows: keys [count, key_size], values [count, state.size]; logits: scratch for group * 64 floats.

@@ -126,16 +126,20 @@ private:
             add_rows(where_.sink_layout(), *r.sinks, 0, std::min<std::int64_t>(r.sink_count, q.position + 1), q, logits);
         }
         const auto first = shape_.windowed() ? std::max<std::int64_t>(0, q.position + 1 - shape_.sliding_window) : 0;
-        for (const auto& b : r.of(c).blocks()) {
+        const auto& blocks = r.of(c).blocks();
+        for (std::size_t i = 0; i < blocks.size(); ++i) {
+            const auto& b = blocks[i];
             const auto from = std::max(first, b.begin);
             const auto to = std::min(q.position + 1, b.end());
             if (from >= to) continue;
-            add_rows(where_.layout(c), *b.rows, from - b.begin, to - from, q, logits);
+            const auto* next = i + 1 < blocks.size() ? blocks[i + 1].rows.get() : nullptr;
+            add_rows(where_.layout(c), *b.rows, from - b.begin, to - from, q, logits, next);
         }
     }
 
-    void add_rows(const row_layout& layout, const page& p, std::int64_t first, std::int64_t count, const head_query& q, float* logits) const {
-        const page_rows<Scalar> rows{reinterpret_cast<const Scalar*>(layout.keys(p, owner_, q.head)), reinterpret_cast<const Scalar*>(layout.values(p, owner_, q.head)), layout.capacity(), first, count};
+    void add_rows(const row_layout& layout, const page& p, std::int64_t first, std::int64_t count, const head_query& q, float* logits, const page* next = nullptr) const {
+        const page_rows<Scalar> rows{reinterpret_cast<const Scalar*>(layout.keys(p, owner_, q.head)), reinterpret_cast<const Scalar*>(layout.values(p, owner_, q.head)), layout.capacity(), first, count,
+                                     next != nullptr ? reinterpret_cast<const Scalar*>(layout.keys(*next, owner_, q.head)) : nullptr};
         attend_rows(rows, shape_.key_size, q.queries, q.soft_cap, *q.state, logits);
     }
 

@@ -26,8 +26,9 @@ void row_logits(const T* rows, std::int64_t count, std::int32_t size, const floa
 
 /// sums[g * size + j] += sum_i weights[g * weight_stride + i] * rows[i * size + j]. Rows of weight 0 are read too: their
 /// NaN and infinities reach the sums.
+/// next: what the caller reads after these rows, fetched meanwhile; null means what lies behind them.
 template <scalar T>
-void row_accumulate(const T* rows, std::int64_t count, std::int32_t size, const float* weights, std::int64_t weight_stride, std::int32_t group, float* sums);
+void row_accumulate(const T* rows, std::int64_t count, std::int32_t size, const float* weights, std::int64_t weight_stride, std::int32_t group, float* sums, const T* next = nullptr);
 
 /// Largest of count values, none of them NaN; -infinity when count is 0.
 [[nodiscard]] float max_of(const float* values, std::int64_t count);
