@@ -311,7 +311,7 @@ std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int3
             const auto held = r.lengths[owner];
             const auto position = i.position < 0 ? held - i.tokens : i.position;
             if (position < 0 || position > held - i.tokens)
-                throw state_error("A batch asks for queries at positions " + std::to_string(position) + " to " + std::to_string(position + i.tokens - 1) + ", but layer " + std::to_string(layer) + " holds " +
+                throw state_error("A batch asks for " + std::to_string(i.tokens) + " queries from position " + std::to_string(position) + " on, but layer " + std::to_string(layer) + " holds " +
                                   std::to_string(held) + " tokens; append their K and V first.");
             const auto seen = std::max<std::int64_t>(0, position + 1 - shape.sliding_window);
             if (shape.windowed() && seen < residency_.first_held(r, static_cast<std::int32_t>(owner)))
