@@ -11,7 +11,7 @@ namespace sekv {
 const char* name_of(tier t) noexcept { return t == tier::device ? "device" : "host"; }
 
 const char* name_of(kind k) noexcept {
-    static constexpr std::array<const char*, kind_count> names{"exact", "sketch", "basis", "lines", "line_cache", "statistics", "workspace"};
+    static constexpr std::array<const char*, kind_count> names{"exact", "sketch", "basis", "lines", "line_cache", "statistics", "workspace", "tables"};
     return names[static_cast<std::size_t>(k)];
 }
 
@@ -34,6 +34,14 @@ private:
 };
 
 }  // namespace
+
+void memory_resource::zero(tier, void* p, std::size_t bytes) { std::memset(p, 0, bytes); }
+
+void memory_resource::copy(void* to, tier, const void* from, tier, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
+void memory_resource::copy_rows(void* to, tier, std::size_t to_pitch, const void* from, tier, std::size_t from_pitch, std::size_t width, std::size_t rows) {
+    for (std::size_t i = 0; i < rows; ++i) std::memcpy(static_cast<std::byte*>(to) + i * to_pitch, static_cast<const std::byte*>(from) + i * from_pitch, width);
+}
 
 std::shared_ptr<memory_resource> make_heap_resource() { return std::make_shared<heap_resource>(); }
 
@@ -58,7 +66,6 @@ buffer memory::allocate(tier t, kind k, std::size_t bytes) {
     }
     if (p == nullptr)
         throw budget_error(std::string("The memory resource of the ") + name_of(t) + " tier gave no " + std::to_string(bytes) + " bytes for kind " + name_of(k) + "; free memory or lower the budgets.", bytes, 0);
-    std::memset(p, 0, bytes + buffer::padding);
     b.owner_ = shared_from_this();
     b.data_ = static_cast<std::byte*>(p);
     b.size_ = bytes;
@@ -67,6 +74,7 @@ buffer memory::allocate(tier t, kind k, std::size_t bytes) {
     used_.at(t, k) += bytes;
     const auto now = used_.total(t);
     if (now > peak_[static_cast<std::size_t>(t)]) peak_[static_cast<std::size_t>(t)] = now;
+    resource_->zero(t, p, bytes + buffer::padding);
     return b;
 }
 

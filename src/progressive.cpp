@@ -1,4 +1,4 @@
-// The progressive codec's sequences: what one owns beside its blocks, and how it is forked, truncated and counted.
+// The books of the progressive preset: what a sequence owns beside its blocks, how it is forked, truncated and counted, and which epoch a block belongs to.
 #include "sekv/attend/progressive.hpp"
 
 #include <algorithm>
@@ -14,8 +14,7 @@ constexpr std::size_t kept_snapshots = 3;  // with one per 64 tokens, more than 
 
 }  // namespace
 
-progressive_codec::progressive_codec(const model_shape& model, const options& o, dtype stored, block_pool& pool, executor& exec)
-    : model_(model), options_(o), stored_(stored), layout_((o.validate(), model), o), pool_(&pool), executor_(&exec) {
+progressive_books::progressive_books(const model_shape& model, const options& o, dtype stored, block_pool& pool) : model_(model), options_(o), stored_(stored), layout_((o.validate(), model), o), pool_(&pool) {
     for (std::size_t l = 0; l < model.layers.size(); ++l) {
         if (layout_.head_index(static_cast<std::int32_t>(l), 0) < 0) continue;
         for (std::int32_t h = 0; h < model.layers[l].kv_heads; ++h) {
@@ -32,26 +31,22 @@ progressive_codec::progressive_codec(const model_shape& model, const options& o,
         throw format_error("The calibration is of model \"" + o.prior->fingerprint + "\", not of \"" + model.fingerprint + "\"; calibrate this model.");
 }
 
-std::int64_t progressive_codec::exact_stride(std::int32_t index) const noexcept {
+std::int64_t progressive_books::exact_stride(std::int32_t index) const noexcept {
     const auto& f = layout_.format(index);
     return static_cast<std::int64_t>(f.key_size + f.value_size) * static_cast<std::int64_t>(size_of(stored_));
 }
 
-progressive_codec::sequence progressive_codec::open(std::int64_t capacity) {
-    sequence s{line_cache(pool_->budget(), layout_.heads(), options_.line_slots, widest_line_, capacity), pool_->make(tier::host, kind::statistics, layout_.moment_bytes()),
-               std::vector<double>(model_.layers.size(), 0.0), {}, nullptr, nullptr, 0, 0, 0, 0, capacity};
-    return s;
+progressive_sequence progressive_books::open_books(std::int64_t capacity) {
+    return {line_cache(pool_->budget(), layout_.heads(), options_.line_slots, widest_line_, capacity), pool_->make(tier::host, kind::statistics, layout_.moment_bytes()),
+            std::vector<double>(model_.layers.size(), 0.0), {}, nullptr, nullptr, 0, 0, 0, 0, capacity};
 }
 
-progressive_codec::sequence progressive_codec::fork(const sequence& from, std::int64_t length) {
+progressive_sequence progressive_books::fork_books(const progressive_sequence& from) {
     // Reserved for the longest sequence that the parent's tags can tell apart; the child's cache starts empty.
-    sequence s{line_cache(pool_->budget(), layout_.heads(), options_.line_slots, widest_line_, 0), from.moments, from.samples, from.snapshots, from.newest, from.newest_keys, from.since_fit, from.epochs, from.sketched_at, from.sealed_end, from.capacity};
-    truncate(s, length);
-    return s;
+    return {line_cache(pool_->budget(), layout_.heads(), options_.line_slots, widest_line_, 0), from.moments, from.samples, from.snapshots, from.newest, from.newest_keys, from.since_fit, from.epochs, from.sketched_at, from.sealed_end, from.capacity};
 }
 
-void progressive_codec::truncate(sequence& s, std::int64_t length) noexcept {
-    s.cache.invalidate_from(length);
+void progressive_books::truncate_books(progressive_sequence& s, std::int64_t length) noexcept {
     if (length < s.sealed_end) {
         s.since_fit = std::max<std::int64_t>(0, s.since_fit - (s.sealed_end - length));
         s.sealed_end = length;
@@ -62,7 +57,7 @@ void progressive_codec::truncate(sequence& s, std::int64_t length) noexcept {
     s.samples = s.snapshots.back().samples;
 }
 
-usage progressive_codec::sequence_usage(const sequence& s, const std::vector<unit>& units) const {
+usage progressive_books::sequence_usage(const progressive_sequence& s, const std::vector<unit>& units) const {
     usage u;
     u.at(tier::device, kind::line_cache) = line_cache::bytes(layout_.heads(), options_.line_slots, widest_line_);
     const page* moments = nullptr;  // a snapshot shares the page of the next until queries change it
@@ -92,13 +87,13 @@ usage progressive_codec::sequence_usage(const sequence& s, const std::vector<uni
     return u;
 }
 
-std::int64_t progressive_codec::epochs_for(const sequence& s, std::int64_t tokens) const noexcept {
+std::int64_t progressive_books::epochs_for(const progressive_sequence& s, std::int64_t tokens) const noexcept {
     if (s.newest && tokens < options_.epoch_tokens / 2) return 0;
     const auto length = std::max<std::int64_t>(options_.epoch_tokens, tokens / 8);
     return std::max<std::int64_t>(1, (tokens + length / 2) / length);
 }
 
-demand progressive_codec::seal_bytes(const sequence& s, token_range range, std::int64_t blocks, const segmenter&) const {
+demand progressive_books::seal_bytes(const progressive_sequence& s, token_range range, std::int64_t blocks, const segmenter&) const {
     const auto n = static_cast<std::uint64_t>(blocks);
     auto fits = static_cast<std::uint64_t>(epochs_for(s, range.count));
     if (fits == 0 && s.since_fit >= options_.epoch_tokens) fits = 1;
@@ -109,15 +104,25 @@ demand progressive_codec::seal_bytes(const sequence& s, token_range range, std::
             n * (layout_.line_block_bytes() + exact_block_bytes_) + fits * layout_.key_host_bytes() + spare * layout_.key_host_bytes()};
 }
 
+void progressive_books::own_moments(progressive_sequence& s) {
+    if (s.moments.use_count() == 1) return;
+    auto own = pool_->make(tier::host, kind::statistics, layout_.moment_bytes());
+    pool_->budget().resource().copy(own->data(), tier::host, s.moments->data(), tier::host, layout_.moment_bytes());
+    s.moments = std::move(own);
+}
+
+void progressive_books::count_queries(progressive_sequence& s, std::size_t owner, std::int32_t group, std::int64_t tokens) const {
+    const double decay = std::exp(-1.0 / options_.metric_memory);
+    const double faded = std::pow(decay, static_cast<double>(tokens));
+    auto& n = s.samples[owner];
+    n = n * faded + static_cast<double>(group) * (1 - faded) / (1 - decay);
+}
+
 void progressive_codec::observe(sequence& s, std::int32_t layer, const float* queries, std::int32_t group, std::int64_t tokens) {
     const auto& l = model_.layers[static_cast<std::size_t>(layer)];
     const auto owner = l.kv_source >= 0 ? l.kv_source : layer;
     if (layout_.head_index(owner, 0) < 0) return;
-    if (s.moments.use_count() > 1) {
-        auto own = pool_->make(tier::host, kind::statistics, layout_.moment_bytes());
-        std::memcpy(own->data(), s.moments->data(), layout_.moment_bytes());
-        s.moments = std::move(own);
-    }
+    own_moments(s);
     if (tokens == 0) return;
     const double decay = std::exp(-1.0 / options_.metric_memory);
     const auto stride = static_cast<std::int64_t>(l.query_heads()) * l.key_size;
@@ -130,12 +135,10 @@ void progressive_codec::observe(sequence& s, std::int32_t layer, const float* qu
     } else {
         for (std::int32_t h = 0; h < l.kv_heads; ++h) body(h, 0);  // a step's few queries aren't worth waking threads
     }
-    auto& n = s.samples[static_cast<std::size_t>(owner)];
-    n = n * std::pow(decay, static_cast<double>(tokens));
-    n += static_cast<double>(group) * (1 - std::pow(decay, static_cast<double>(tokens))) / (1 - decay);
+    count_queries(s, static_cast<std::size_t>(owner), group, tokens);
 }
 
-void progressive_codec::advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) {
+bool progressive_books::advance_books(progressive_sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) {
     const bool due = s.snapshots.empty() ? length > 0 : length >= s.snapshots.back().length + host::block_tokens;
     if (due) {
         s.snapshots.reserve(kept_snapshots + 1);
@@ -143,13 +146,15 @@ void progressive_codec::advance(sequence& s, std::vector<unit>& units, std::int6
         if (s.snapshots.size() > kept_snapshots) s.snapshots.erase(s.snapshots.begin());
     }
     const auto h = options_.horizon;
-    if (h == 0 || units.empty() || length < s.sketched_at + h) return;
+    if (h == 0 || units.empty() || length < s.sketched_at + h) return false;
     std::uint64_t epochs = 1;
     for (std::size_t i = 1; i < units.size(); ++i) epochs += units[i].payload.statistics != units[i - 1].payload.statistics ? 1 : 0;
-    if (epochs * layout_.key_device_bytes() <= device_room) resketch(s, units, length);
+    if (epochs * layout_.key_device_bytes() > device_room) return false;
+    resketch(s, units, length);
+    return true;
 }
 
-std::vector<double> progressive_codec::metric_of(const sequence& s, std::int32_t layer, std::int32_t head, std::int64_t length) const {
+std::vector<double> progressive_books::metric_of(const progressive_sequence& s, std::int32_t layer, std::int32_t head, std::int64_t length) const {
     const auto index = layout_.head_index(layer, head);
     const auto d = layout_.format(index).key_size;
     std::vector<double> prior;

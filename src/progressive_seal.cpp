@@ -1,4 +1,4 @@
-// Sealing: fits epochs on exact rows, encodes blocks as R1 and R2, and makes sketches anew when the metric has moved.
+// Sealing on the host: fits epochs on rows, encodes blocks as R1 and R2.
 #include <algorithm>
 #include <cmath>
 
@@ -133,14 +133,6 @@ void progressive_codec::fit_epoch(const sequence& s, epoch& e, const row_reader&
     }
 }
 
-void progressive_codec::encode(const epoch& e, const key_bases& bases, const row_reader& rows, std::int32_t index, unit& u) const {
-    const auto& f = layout_.format(index);
-    std::vector<float> keys(static_cast<std::size_t>(u.count * f.key_size));
-    std::vector<float> values(static_cast<std::size_t>(u.count * f.value_size));
-    rows.read(layer_of_[static_cast<std::size_t>(index)], head_of_[static_cast<std::size_t>(index)], {u.begin, u.count}, keys.data(), values.data());
-    encode_rows(e, bases, index, keys.data(), values.data(), u);
-}
-
 void progressive_codec::encode_rows(const epoch& e, const key_bases& bases, std::int32_t index, const float* keys, const float* values, unit& u) const {
     const auto& f = layout_.format(index);
     const auto dk = f.key_size, dv = f.value_size;
@@ -167,87 +159,36 @@ void progressive_codec::encode_rows(const epoch& e, const key_bases& bases, std:
     if (u.payload.exact) store_exact(u.payload.exact->data() + exact_offset_[static_cast<std::size_t>(index)], stored_, keys, dk, values, dv, u.count);
 }
 
-std::vector<progressive_codec::unit> progressive_codec::seal(sequence& s, const std::vector<unit>& before, const seal_request& request) {
-    const auto all = request.all();
-    const auto fits = epochs_for(s, all.count);
-    auto newest = s.newest;
-    auto newest_keys = s.newest_keys;
-    auto since_fit = s.since_fit;
+void progressive_codec::fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) {
     const auto heads = static_cast<std::int64_t>(layout_.heads());
-    if (fits == 0 && since_fit >= std::max<std::int64_t>(options_.epoch_tokens, request.length / 8)) {
-        auto e = std::make_shared<epoch>(layout_, pool_->budget());
-        const token_range fitted{all.begin - since_fit, since_fit};
-        const decoded_rows rows(*this, before, model_);
-        executor_->run(heads, [&](std::int64_t i, std::int32_t) { fit_epoch(s, *e, rows, fitted, request.length, static_cast<std::int32_t>(i), nullptr); });
-        newest = e;
-        newest_keys = e->keys;
-        since_fit = 0;
-    }
-
-    std::vector<std::shared_ptr<epoch>> epochs;
-    for (std::int64_t i = 0; i < fits; ++i) epochs.push_back(std::make_shared<epoch>(layout_, pool_->budget()));
-    std::vector<unit> units;
-    const auto blocks = static_cast<std::int64_t>(request.blocks.size());
-    std::vector<token_range> ranges(static_cast<std::size_t>(fits));
-    for (std::int64_t b = 0; b < blocks; ++b) {
-        const auto& range = request.blocks[static_cast<std::size_t>(b)];
-        unit u{range.begin, static_cast<std::int32_t>(range.count), {newest, newest_keys, nullptr, nullptr, nullptr}};
-        if (fits > 0) {
-            const auto which = static_cast<std::size_t>(b * fits / blocks);
-            if (ranges[which].count == 0) ranges[which].begin = range.begin;
-            ranges[which].count += range.count;
-            u.payload.statistics = epochs[which];
-            u.payload.keys = epochs[which]->keys;
-        }
-        u.payload.sketch = pool_->make(tier::device, kind::sketch, layout_.sketch_block_bytes());
-        u.payload.lines = pool_->make(tier::host, kind::lines, layout_.line_block_bytes());
-        if (options_.exact_tier) u.payload.exact = pool_->make(tier::host, kind::exact, exact_block_bytes_);
-        units.push_back(std::move(u));
-    }
-    if (fits > 0) {
-        executor_->run(heads * fits, [&](std::int64_t i, std::int32_t) {
-            const auto which = static_cast<std::size_t>(i / heads);
-            fit_epoch(s, *epochs[which], *request.rows, ranges[which], request.length, static_cast<std::int32_t>(i % heads), &units);
-        });
-        newest = epochs.back();
-        newest_keys = newest->keys;
-        since_fit = 0;
-    } else {
-        executor_->run(heads, [&](std::int64_t i, std::int32_t) {
-            for (auto& u : units) encode(*newest, *newest_keys, *request.rows, static_cast<std::int32_t>(i), u);
-        });
-        since_fit += all.count;
-    }
-    if (!s.newest) s.sketched_at = request.length;
-    s.epochs += newest != s.newest ? std::max<std::int64_t>(fits, 1) : 0;
-    s.newest = std::move(newest);
-    s.newest_keys = std::move(newest_keys);
-    s.since_fit = since_fit;
-    s.sealed_end = all.end();
-    return units;
+    executor_->run(heads * static_cast<std::int64_t>(epochs.size()), [&](std::int64_t i, std::int32_t) {
+        const auto which = static_cast<std::size_t>(i / heads);
+        fit_epoch(s, *epochs[which], *request.rows, ranges[which], request.length, static_cast<std::int32_t>(i % heads), &units);
+    });
 }
 
-void progressive_codec::resketch(sequence& s, std::vector<unit>& units, std::int64_t length) {
-    // Runs of blocks with one epoch; each gets new key bases, fitted on its decoded keys in the present metric.
-    struct range {
-        std::size_t first, last;
-        std::shared_ptr<key_bases> bases;
-    };
-    std::vector<range> runs;
-    for (std::size_t i = 0; i < units.size(); ++i) {
-        if (runs.empty() || units[i].payload.statistics != units[runs.back().first].payload.statistics) runs.push_back({i, i, std::make_shared<key_bases>(layout_, pool_->budget())});
-        runs.back().last = i + 1;
-    }
-    // New planes go to a host buffer first: a failure leaves every sketch as it was, and pages that no fork shares are overwritten in place.
+void progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e, const std::vector<unit>& units, token_range range, std::int64_t length) {
+    const decoded_rows rows(*this, units, model_);
+    executor_->run(layout_.heads(), [&](std::int64_t i, std::int32_t) { fit_epoch(s, e, rows, range, length, static_cast<std::int32_t>(i), nullptr); });
+}
+
+void progressive_codec::encode_units(std::vector<unit>& units, const seal_request& request) {
+    executor_->run(layout_.heads(), [&](std::int64_t i, std::int32_t) {
+        const auto index = static_cast<std::int32_t>(i);
+        const auto& f = layout_.format(index);
+        for (auto& u : units) {
+            std::vector<float> keys(static_cast<std::size_t>(u.count * f.key_size));
+            std::vector<float> values(static_cast<std::size_t>(u.count * f.value_size));
+            request.rows->read(layer_of_[static_cast<std::size_t>(index)], head_of_[static_cast<std::size_t>(index)], {u.begin, u.count}, keys.data(), values.data());
+            encode_rows(*u.payload.statistics, *u.payload.keys, index, keys.data(), values.data(), u);
+        }
+    });
+}
+
+void progressive_codec::sketch_anew(const progressive_sequence& s, const std::vector<unit>& units, const std::vector<sketch_run>& runs, std::byte* planes, std::int64_t length) {
     const auto heads = static_cast<std::int64_t>(layout_.heads());
-    const auto planes = pool_->budget().allocate(tier::host, kind::workspace, units.size() * layout_.sketch_block_bytes());
-    std::vector<page_ref> fresh(units.size());
-    for (std::size_t i = 0; i < units.size(); ++i) {
-        if (units[i].payload.sketch.use_count() > 1) fresh[i] = pool_->make(tier::device, kind::sketch, layout_.sketch_block_bytes());
-    }
-    const auto staged = [&](std::size_t unit, std::int32_t index) { return planes.as<std::uint8_t>(unit * layout_.sketch_block_bytes() + layout_.sketch_offset(index)); };
     executor_->run(heads * static_cast<std::int64_t>(runs.size()), [&](std::int64_t task, std::int32_t) {
-        auto& r = runs[static_cast<std::size_t>(task / heads)];
+        const auto& r = runs[static_cast<std::size_t>(task / heads)];
         const auto index = static_cast<std::int32_t>(task % heads);
         const auto& f = layout_.format(index);
         const auto layer = layer_of_[static_cast<std::size_t>(index)];
@@ -263,22 +204,11 @@ void progressive_codec::resketch(sequence& s, std::vector<unit>& units, std::int
         const auto codes = times(keys, n, f.key_size, kb.b.data());
         const auto code = fit_sketch(codes.data() + skip * f.key_size, n - skip, f.key_size, kb.variance, f.key_bits);
         r.bases->set(index, kb.a, kb.b, code);
-        for (std::size_t i = r.first; i < r.last; ++i)
-            pack_sketch(codes.data() + (units[i].begin - begin) * f.key_size, units[i].count, f.key_size, code.fields, code.bits.data(), code.step.data(), staged(i, index));
-    });
-    for (const auto& r : runs) {
         for (std::size_t i = r.first; i < r.last; ++i) {
-            auto& p = units[i].payload;
-            auto& to = fresh[i] ? fresh[i] : p.sketch;
-            if (fresh[i]) std::copy_n(p.sketch->data(), layout_.sketch_block_bytes(), fresh[i]->data());
-            for (std::int32_t h = 0; h < layout_.heads(); ++h)  // the value's planes don't depend on the metric
-                std::copy_n(staged(i, h), layout_.format(h).key_planes() * host::plane_bytes, to->as<std::uint8_t>(layout_.sketch_offset(h)));
-            p.sketch = to;
-            p.keys = r.bases;
+            auto* to = reinterpret_cast<std::uint8_t*>(planes + i * layout_.sketch_block_bytes() + layout_.sketch_offset(index));
+            pack_sketch(codes.data() + (units[i].begin - begin) * f.key_size, units[i].count, f.key_size, code.fields, code.bits.data(), code.step.data(), to);
         }
-        if (units[r.first].payload.statistics == s.newest) s.newest_keys = r.bases;
-    }
-    s.sketched_at = length;
+    });
 }
 
 }  // namespace sekv

@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "sekv/attend/progressive.hpp"
-#include "sekv/attend/step.hpp"
+#include "sekv/attend/engine.hpp"
 #include "sekv/config.hpp"
 #include "sekv/core/shape.hpp"
 #include "sekv/core/view.hpp"
@@ -61,6 +61,8 @@ public:
     /// queries: for engines that never call attend, the scaled-by-nothing queries [tokens, query_heads, key_size] of the same tokens, taken into the metric.
     /// Reserves by itself at the first layer of a step. Throws invalid_argument for shapes, order or values that are not finite once stored.
     void append(sequence s, std::int32_t layer, const rows_view& keys, const rows_view& values, std::int64_t position = -1, const rows_view* queries = nullptr);
+    /// The same for a whole batch, K and V of the plan's tokens [tokens, kv_heads, size], after begin_step; rows of padding items are ignored.
+    void append(plan& p, std::int32_t layer, const rows_view& keys, const rows_view& values);
     /// Surprisal in nats (-ln p) of the next unobserved tokens, at most as many as were appended; see segmenter. Throws invalid_argument.
     void observe(sequence s, std::span<const float> surprisal);
     /// Ends spans at these positions; see segmenter::cut.
@@ -69,6 +71,15 @@ public:
     void begin_prefill(sequence s);
     /// The prompt is in: where it doesn't fit the quota exactly, the oldest blocks are sealed. Throws state_error in the middle of a step, budget_error if it can't fit.
     void end_prefill(sequence s);
+
+    // Steps of a batch.
+
+    /// Begins a step of a plan whose items follow their sequences (position -1): reserves its tokens in every sequence, and on a device backend sends it the step's positions.
+    /// Throws as reserve does; sequences before the one that failed keep their reservation.
+    void begin_step(plan& p);
+    /// Device backends only (else unsupported): tells the cache that a graph of this plan's append and attend calls, captured in an earlier step, was launched after begin_step. Lengths grow by the
+    /// plan's tokens in every layer, as the captured calls themselves would have it.
+    void replayed(plan& p);
 
     // Attention.
 
@@ -93,12 +104,13 @@ public:
     /// The most bytes that a tier held at once.
     [[nodiscard]] std::uint64_t peak(tier t) const noexcept { return memory_->peak(t); }
     /// Zoom counters since the cache was made.
-    [[nodiscard]] const zoom_metrics& zooms() const noexcept { return zooms_; }
+    [[nodiscard]] const zoom_metrics& zooms() const { return engine_.collect(zooms_); }
     /// Tokens [0, sealed(s)) are sealed.
     [[nodiscard]] std::int64_t sealed(sequence s) const { return at(s).sealed_end(); }
     [[nodiscard]] const segmenter& spans(sequence s) const { return at(s).spans; }
     [[nodiscard]] const model_shape& model() const noexcept { return model_; }
     [[nodiscard]] const Codec& coder() const noexcept { return codec_; }
+    [[nodiscard]] Backend& where() noexcept { return backend_; }
     /// The codec's units of a sequence, oldest first: for inspection and tests.
     [[nodiscard]] const auto& units(sequence s) const { return at(s).sealed; }
 
@@ -118,15 +130,13 @@ private:
     [[nodiscard]] std::int64_t settled_length(const record& r, const char* call) const;
     [[nodiscard]] sequence admit(std::unique_ptr<record> r);
     [[nodiscard]] const layer_shape& checked_layer(std::int32_t layer) const;
-    void size_workspace(plan& p) const;
     [[nodiscard]] std::uint64_t default_quota(std::int64_t capacity) const;
     void check_rows(const char* what, const rows_view& v, std::int64_t tokens, std::int32_t heads, std::int32_t size) const;
-    [[nodiscard]] std::vector<Scalar> stored(const char* what, const rows_view& v) const;
-    void write(record& r, std::int32_t layer, std::int64_t position, const std::vector<Scalar>& keys, const std::vector<Scalar>& values);
-    void follow_novelty(record& r, std::int32_t layer, const std::vector<Scalar>& keys);
-    void restart_novelty(record& r);
+    void check_plan(const plan& p) const;
+    [[nodiscard]] Codec make_codec(const codec_options& o);
     [[nodiscard]] std::vector<step_item<Codec>> resolve(const plan& p, std::int32_t layer);
-    static void scale_queries(const rows_view& queries, float factor, float* out);
+    [[nodiscard]] std::vector<step_item<Codec>> resolve_append(const plan& p, std::int32_t layer);
+    [[nodiscard]] std::vector<const record*> resolve_sizes(const plan& p) const;
 
     model_shape model_;
     cache_options options_;
@@ -135,8 +145,10 @@ private:
     block_pool pool_;
     Codec codec_;
     residency<Scalar, Codec> residency_;
+    engine<Scalar, Backend, Codec> engine_;
+    std::uint64_t fixed_;  ///< device bytes that the cache takes before any sequence
     std::vector<slot> slots_;
-    zoom_metrics zooms_;
+    mutable zoom_metrics zooms_;
     plan own_plan_;
 };
 

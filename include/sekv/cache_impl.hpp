@@ -12,8 +12,19 @@ basic_cache<S, B, C>::basic_cache(model_shape model, const cache_options& option
       backend_(std::move(where)),
       memory_(std::make_shared<memory>(backend_.resource(), options.device_budget, options.host_budget)),
       pool_(memory_),
-      codec_(model_, codec, dtype_of<S>, pool_, backend_.exec()),
-      residency_(model_, options_, pool_, codec_) {}
+      codec_(make_codec(codec)),
+      residency_(model_, options_, pool_, codec_),
+      engine_(model_, options_, backend_, pool_, residency_, codec_),
+      fixed_(memory_->used().total(tier::device)) {}
+
+// A codec whose work runs on the backend's device takes the backend, one that runs on the host its executor.
+template <scalar S, backend B, codec C>
+C basic_cache<S, B, C>::make_codec(const codec_options& o) {
+    if constexpr (std::constructible_from<C, const model_shape&, const codec_options&, dtype, block_pool&, B&>)
+        return C(model_, o, dtype_of<S>, pool_, backend_);
+    else
+        return C(model_, o, dtype_of<S>, pool_, backend_.exec());
+}
 
 // Sequences.
 
@@ -76,7 +87,7 @@ sequence basic_cache<S, B, C>::fork(sequence s, std::int64_t length) {
     const auto all = settled_length(r, "fork");
     if (length < -1 || length > all) throw invalid_argument("fork takes a length of 0 to " + std::to_string(all) + " tokens (or -1 for all), not " + std::to_string(length) + ".");
     auto child = std::make_unique<record>(residency_.fork(r, length < 0 ? all : length));
-    restart_novelty(*child);
+    engine_.restart_novelty(*child);
     return admit(std::move(child));
 }
 
@@ -86,7 +97,7 @@ void basic_cache<S, B, C>::truncate(sequence s, std::int64_t length) {
     const auto all = residency_.least_length(r);
     if (length < 0 || length > all) throw invalid_argument("truncate takes a length of 0 to " + std::to_string(all) + " tokens, not " + std::to_string(length) + ".");
     residency_.truncate(r, length);
-    restart_novelty(r);
+    engine_.restart_novelty(r);
 }
 
 // Filling.
@@ -112,24 +123,7 @@ void basic_cache<S, B, C>::reserve(sequence s, std::int64_t tokens) {
     if (tokens < 0 || tokens > r.capacity - length)
         throw invalid_argument("Can't reserve " + std::to_string(tokens) + " tokens after " + std::to_string(length) + ": the sequence was opened for " + std::to_string(r.capacity) + ".");
     residency_.reserve(r, length, tokens);
-}
-
-template <scalar S, backend B, codec C>
-std::vector<S> basic_cache<S, B, C>::stored(const char* what, const rows_view& v) const {
-    const auto size = static_cast<std::size_t>(v.size);
-    std::vector<S> out(static_cast<std::size_t>(v.tokens * v.heads) * size);
-    std::vector<float> row(size);
-    for (std::int64_t t = 0; t < v.tokens; ++t) {
-        for (std::int32_t h = 0; h < v.heads; ++h) {
-            S* to = out.data() + static_cast<std::size_t>(t * v.heads + h) * size;
-            host::to_float(v.row(t, h), v.type, size, row.data());
-            host::from_float(row.data(), size, to);
-            if constexpr (!std::same_as<S, float>) host::to_float(to, dtype_of<S>, size, row.data());
-            if (!host::all_finite(row.data(), size))
-                throw invalid_argument(std::string(what) + " of token " + std::to_string(t) + ", head " + std::to_string(h) + " are not finite, or leave the range of the stored type; nothing was appended.");
-        }
-    }
-    return out;
+    engine_.settle(r);
 }
 
 template <scalar S, backend B, codec C>
@@ -146,71 +140,84 @@ void basic_cache<S, B, C>::append(sequence s, std::int32_t layer, const rows_vie
         throw invalid_argument("Tokens out of order: layer " + std::to_string(layer) + " holds " + std::to_string(length) + " tokens, and the next to append is at position " + std::to_string(position) + ".");
     if (keys.tokens > r.capacity - length)
         throw invalid_argument("Can't append " + std::to_string(keys.tokens) + " tokens after " + std::to_string(length) + ": the sequence was opened for " + std::to_string(r.capacity) + ".");
-    const auto k = stored("Keys", keys);
-    const auto v = stored("Values", values);
-    std::vector<float> scaled;
-    if (queries != nullptr) {
-        scaled.resize(static_cast<std::size_t>(queries->tokens * queries->heads * queries->size));
-        scale_queries(*queries, l.logit_scale(), scaled.data());
-    }
+    const auto k = engine_.stage("Keys", keys);
+    const auto v = engine_.stage("Values", values);
     if (length + keys.tokens > r.reserved) {
         if (residency_.common_length(r) < 0)
             throw state_error("Layer " + std::to_string(layer) + " would run to " + std::to_string(length + keys.tokens) + " tokens, past the " + std::to_string(r.reserved) + " that this step reserved; append equal counts to all layers.");
         reserve(s, keys.tokens);
     }
-    if (queries != nullptr) codec_.observe(r.own, layer, scaled.data(), l.group, queries->tokens);
-    write(r, layer, length, k, v);
+    const step_item<C> item{&r, keys.tokens, length, 0};
+    if (queries != nullptr) engine_.observe(item, layer, *queries);
+    engine_.write({&item, 1}, layer, k, v);
     length += keys.tokens;
-    if (r.novelty && layer == residency_.novelty_layer()) follow_novelty(r, layer, k);
+    if (r.novelty && layer == residency_.novelty_layer()) engine_.follow_novelty(r, layer, k, 0, keys.tokens);
 }
 
 template <scalar S, backend B, codec C>
-void basic_cache<S, B, C>::write(record& r, std::int32_t layer, std::int64_t position, const std::vector<S>& keys, const std::vector<S>& values) {
-    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
-    const auto c = residency_.class_of(layer);
-    const auto& layout = residency_.layout(c);
-    const auto& list = r.of(c);
-    const auto tokens = static_cast<std::int64_t>(keys.size()) / (l.kv_heads * l.key_size);
-    const auto dk = static_cast<std::size_t>(l.key_size), dv = static_cast<std::size_t>(l.value_size);
-    for (std::int64_t t = 0; t < tokens; ++t) {
-        const auto& block = list.blocks()[list.find(position + t)];
-        const auto row = static_cast<std::size_t>(position + t - block.begin);
-        for (std::int32_t h = 0; h < l.kv_heads; ++h) {
-            const auto from = static_cast<std::size_t>(t * l.kv_heads + h);
-            S* column = reinterpret_cast<S*>(layout.keys(*block.rows, layer, h)) + row;
-            for (std::size_t j = 0; j < dk; ++j) column[j * host::block_tokens] = keys[from * dk + j];
-            std::copy_n(values.data() + from * dv, dv, reinterpret_cast<S*>(layout.values(*block.rows, layer, h)) + row * dv);
+void basic_cache<S, B, C>::begin_step(plan& p) {
+    check_plan(p);
+    for (const auto& i : p.items_) {
+        if (i.seq.generation == 0) continue;
+        const auto& r = at(i.seq);
+        const auto length = settled_length(r, "begin_step");
+        if (i.position >= 0 && i.position != length)
+            throw invalid_argument("begin_step takes plans whose items follow their sequences: sequence " + std::to_string(i.seq.index) + " has " + std::to_string(length) + " tokens, and its item begins at " + std::to_string(i.position) + ".");
+    }
+    for (const auto& i : p.items_) {
+        if (i.seq.generation != 0) reserve(i.seq, i.tokens);
+    }
+    engine_.begin_step(p, resolve_append(p, -1));
+}
+
+// The items of a plan as a step appends to them; layer -1: their common lengths.
+template <scalar S, backend B, codec C>
+std::vector<step_item<C>> basic_cache<S, B, C>::resolve_append(const plan& p, std::int32_t layer) {
+    std::vector<step_item<C>> out;
+    std::int64_t row = 0;
+    for (const auto& i : p.items_) {
+        if (i.seq.generation != 0) {
+            auto& r = at(i.seq);
+            out.push_back({&r, i.tokens, layer < 0 ? settled_length(r, "begin_step") : r.lengths[static_cast<std::size_t>(layer)], row});
+            if (out.back().position + i.tokens > r.reserved)
+                throw state_error("Layer " + std::to_string(layer) + " of sequence " + std::to_string(i.seq.index) + " would run to " + std::to_string(out.back().position + i.tokens) + " tokens, past the " +
+                                  std::to_string(r.reserved) + " that are reserved; call begin_step before the step's first append.");
         }
+        row += i.tokens;
+    }
+    return out;
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::append(plan& p, std::int32_t layer, const rows_view& keys, const rows_view& values) {
+    check_plan(p);
+    const auto& l = checked_layer(layer);
+    if (l.kv_source >= 0) throw invalid_argument("Layer " + std::to_string(layer) + " reads the K and V of layer " + std::to_string(l.kv_source) + "; append to that one only.");
+    check_rows("keys", keys, p.tokens_, l.kv_heads, l.key_size);
+    check_rows("values", values, p.tokens_, l.kv_heads, l.value_size);
+    const auto items = resolve_append(p, layer);
+    const auto k = engine_.stage("Keys", keys);
+    const auto v = engine_.stage("Values", values);
+    engine_.write(p, items, layer, k, v);
+    for (const auto& i : items) {
+        i.record->lengths[static_cast<std::size_t>(layer)] += i.tokens;
+        if (i.record->novelty && layer == residency_.novelty_layer()) engine_.follow_novelty(*i.record, layer, k, i.row, i.tokens);
     }
 }
 
-// The spans follow the keys of one layer, token by token, since each signal depends on the cuts before it.
 template <scalar S, backend B, codec C>
-void basic_cache<S, B, C>::follow_novelty(record& r, std::int32_t layer, const std::vector<S>& keys) {
-    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
-    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
-    std::vector<float> token(row);
-    for (std::size_t at = 0; at < keys.size(); at += row) {
-        host::to_float(keys.data() + at, dtype_of<S>, row, token.data());
-        r.spans.push(std::max(0.0F, r.novelty->push(token)));
-        r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
+void basic_cache<S, B, C>::replayed(plan& p) {
+    check_plan(p);
+    const auto items = resolve_append(p, -1);
+    engine_.replayed(p, items);
+    for (const auto& i : items) {
+        for (std::size_t l = 0; l < model_.layers.size(); ++l) i.record->lengths[l] += model_.layers[l].kv_source < 0 ? i.tokens : 0;
     }
 }
 
-// After a truncation: the open span's mean is summed again from the rows that are held; a sliding-window layer may have dropped the first of them.
 template <scalar S, backend B, codec C>
-void basic_cache<S, B, C>::restart_novelty(record& r) {
-    if (!r.novelty) return;
-    const auto layer = residency_.novelty_layer();
-    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
-    const auto begin = std::max(r.spans.open_begin(), residency_.first_held(r, layer));
-    const auto count = r.spans.length() - begin;
-    std::vector<float> keys(static_cast<std::size_t>(count * l.kv_heads * l.key_size));
-    std::vector<float> values(static_cast<std::size_t>(count * l.kv_heads * l.value_size));
-    residency_.read(r, layer, {begin, count}, out_rows(keys.data(), count, l.kv_heads, l.key_size), out_rows(values.data(), count, l.kv_heads, l.value_size));
-    r.novelty->restart(begin);
-    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
-    for (std::size_t i = 0; i < keys.size(); i += row) (void)r.novelty->push({keys.data() + i, row});
+void basic_cache<S, B, C>::check_plan(const plan& p) const {
+    if (p.owner_ != memory_.get()) throw invalid_argument("The plan is empty or was made by another cache; use make_plan of this one.");
 }
 
 template <scalar S, backend B, codec C>
@@ -244,6 +251,7 @@ void basic_cache<S, B, C>::end_prefill(sequence s) {
     const auto length = settled_length(r, "end_prefill");
     own_plan_ = plan();  // a prompt chunk's workspace is wider than a decode step's
     residency_.end_prefill(r, length);
+    engine_.settle(r);
 }
 
 // Attention.
@@ -263,8 +271,8 @@ plan basic_cache<S, B, C>::make_plan(std::span<const batch_item> items, resoluti
         if (std::count_if(items.begin(), items.end(), [&](const batch_item& x) { return x.seq == i.seq; }) > 1)  // two would share line cache and metric
             throw invalid_argument("Sequence " + std::to_string(i.seq.index) + " is in the batch twice; give all its query tokens as one item.");
     }
-    size_workspace(p);
-    const auto bytes = p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(backend_.exec().workers());
+    engine_.size(p, p.tokens_ > 0 ? resolve_sizes(p) : std::vector<const record*>{});
+    const auto bytes = p.workspace_bytes_;
     for (auto& x : slots_) {
         if (x.state && memory_->available(tier::device) < bytes) residency_.relieve(*x.state, bytes - memory_->available(tier::device));
     }
@@ -273,18 +281,10 @@ plan basic_cache<S, B, C>::make_plan(std::span<const batch_item> items, resoluti
 }
 
 template <scalar S, backend B, codec C>
-void basic_cache<S, B, C>::size_workspace(plan& p) const {
-    constexpr std::int64_t rounding = 1024;  // so that a plan outlives some steps of decoding
-    p.longest_ = (p.longest_ + rounding - 1) / rounding * rounding;
-    std::size_t query = 0;
-    for (std::size_t l = 0; l < model_.layers.size(); ++l) {
-        const auto& shape = model_.layers[l];
-        query = std::max(query, static_cast<std::size_t>(shape.query_heads() * shape.key_size));
-        arena a;
-        head_step<S, C>(model_, residency_, codec_, static_cast<std::int32_t>(l)).layout_scratch(a, p.how_, p.longest_);
-        p.worker_bytes_ = std::max(p.worker_bytes_, a.used());
-    }
-    p.query_bytes_ = (query * static_cast<std::size_t>(p.tokens_) * sizeof(float) + 127) / 64 * 64;
+auto basic_cache<S, B, C>::resolve_sizes(const plan& p) const -> std::vector<const record*> {
+    std::vector<const record*> out;
+    for (const auto& i : p.items_) out.push_back(i.seq.generation != 0 ? &at(i.seq) : nullptr);
+    return out;
 }
 
 // What a sequence may use by default: its share of the budget, less the workspace of a decode step at its capacity.
@@ -292,11 +292,12 @@ template <scalar S, backend B, codec C>
 std::uint64_t basic_cache<S, B, C>::default_quota(std::int64_t capacity) const {
     if (options_.device_budget == memory::unlimited) return memory::unlimited;
     plan decode;
+    decode.items_.assign(static_cast<std::size_t>(options_.max_sequences), {});
     decode.tokens_ = options_.max_sequences;
     decode.longest_ = capacity;
-    size_workspace(decode);
-    const auto workspace = decode.query_bytes_ + decode.worker_bytes_ * static_cast<std::size_t>(backend_.exec().workers());
-    return options_.device_budget > workspace ? (options_.device_budget - workspace) / static_cast<std::uint64_t>(options_.max_sequences) : 0;
+    engine_.size(decode, {});
+    const auto taken = fixed_ + decode.workspace_bytes_;
+    return options_.device_budget > taken ? (options_.device_budget - taken) / static_cast<std::uint64_t>(options_.max_sequences) : 0;
 }
 
 template <scalar S, backend B, codec C>
@@ -317,7 +318,7 @@ std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int3
             if (shape.windowed() && seen < residency_.first_held(r, static_cast<std::int32_t>(owner)))
                 throw state_error("A query at position " + std::to_string(position) + " sees tokens from " + std::to_string(seen) + " on, but sliding-window layer " + std::to_string(layer) + " dropped those before " +
                                   std::to_string(residency_.first_held(r, static_cast<std::int32_t>(owner))) + "; ask while they are at most `rejectable` tokens behind the window.");
-            if (r.scored_tokens() > p.longest_) throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(r.scored_tokens()) + "; make a new plan.");
+            if (r.scored_tokens() > p.longest_ || !engine_.covers(p, r)) throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(r.scored_tokens()) + "; make a new plan.");
             out.push_back({&r, i.tokens, position, row});
         }
         row += i.tokens;
@@ -326,62 +327,14 @@ std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int3
 }
 
 template <scalar S, backend B, codec C>
-void basic_cache<S, B, C>::scale_queries(const rows_view& queries, float factor, float* out) {
-    const auto size = static_cast<std::size_t>(queries.size);
-    const auto rows = queries.tokens * queries.heads;
-    for (std::int64_t i = 0; i < rows; ++i) host::to_float(queries.row(i / queries.heads, i % queries.heads), queries.type, size, out + static_cast<std::size_t>(i) * size);
-    if (!host::all_finite(out, static_cast<std::size_t>(rows) * size)) throw invalid_argument("Some queries are not finite; check the model's activations.");
-    host::scale(out, rows * queries.size, factor);
-}
-
-template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::attend(plan& p, std::int32_t layer, const rows_view& queries, const out_view& out, float* lse) {
     const auto& l = checked_layer(layer);
-    if (p.owner_ != memory_.get()) throw invalid_argument("The plan is empty or was made by another cache; use make_plan of this one.");
+    check_plan(p);
     check_rows("queries", queries, p.tokens_, l.query_heads(), l.key_size);
     if (out.data == nullptr || out.tokens != p.tokens_ || out.heads != l.query_heads() || out.size != l.value_size)
         throw invalid_argument("out must be [" + std::to_string(p.tokens_) + ", " + std::to_string(l.query_heads()) + ", " + std::to_string(l.value_size) + "], not [" + std::to_string(out.tokens) + ", " +
                                std::to_string(out.heads) + ", " + std::to_string(out.size) + "].");
-    const auto items = resolve(p, layer);
-    float* scaled = p.workspace_.template as<float>();
-    scale_queries(queries, l.logit_scale(), scaled);
-    for (const auto& i : items) codec_.observe(i.record->own, layer, scaled, l.group, 0);  // what can fail, before any metric changes
-    for (const auto& i : items) codec_.observe(i.record->own, layer, scaled + i.row * l.query_heads() * l.key_size, l.group, i.tokens);
-
-    std::int64_t row = 0;
-    for (const auto& i : p.items_) {
-        for (std::int64_t t = row; i.seq.generation == 0 && t < row + i.tokens; ++t) {
-            for (std::int32_t h = 0; h < l.query_heads(); ++h) {
-                std::fill_n(out.row(t, h), l.value_size, 0.0F);
-                if (lse != nullptr) lse[t * l.query_heads() + h] = softmax_state::empty_max;
-            }
-        }
-        row += i.tokens;
-    }
-    const head_step<S, C> step(model_, residency_, codec_, layer);
-    const auto scratch = [&](std::int32_t worker) { return arena(p.workspace_.data() + p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(worker), p.worker_bytes_); };
-    auto& exec = backend_.exec();
-    if (p.how_ == resolution::adaptive) {
-        std::vector<zoom_metrics> counted(static_cast<std::size_t>(exec.workers()));
-        exec.run(static_cast<std::int64_t>(items.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
-            step.adaptive(items[static_cast<std::size_t>(task / l.kv_heads)], static_cast<std::int32_t>(task % l.kv_heads), scaled, out, lse, scratch(worker), counted[static_cast<std::size_t>(worker)]);
-        });
-        for (const auto& m : counted) zooms_ += m;
-        return;
-    }
-    struct tile {
-        std::size_t item;
-        std::int64_t first, count;
-    };
-    std::vector<tile> tiles;
-    const auto width = prefill_tile::tokens_for(l.group);
-    for (std::size_t i = 0; i < items.size(); ++i) {
-        for (std::int64_t first = 0; first < items[i].tokens; first += width) tiles.push_back({i, first, std::min(width, items[i].tokens - first)});
-    }
-    exec.run(static_cast<std::int64_t>(tiles.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
-        const auto& t = tiles[static_cast<std::size_t>(task / l.kv_heads)];
-        step.full(items[t.item], static_cast<std::int32_t>(task % l.kv_heads), t.first, t.count, scaled, out, lse, scratch(worker));
-    });
+    engine_.attend(p, layer, resolve(p, layer), queries, out, lse, zooms_);
 }
 
 template <scalar S, backend B, codec C>
@@ -390,7 +343,7 @@ void basic_cache<S, B, C>::attend(std::span<const batch_item> items, std::int32_
     bool fits = own_plan_.how_ == how && std::equal(items.begin(), items.end(), own_plan_.items_.begin(), own_plan_.items_.end(), same) && own_plan_.tokens_ > 0;
     for (const auto& i : items) {
         if (i.seq.generation == 0) continue;
-        fits = fits && at(i.seq).scored_tokens() <= own_plan_.longest_;
+        fits = fits && at(i.seq).scored_tokens() <= own_plan_.longest_ && engine_.covers(own_plan_, at(i.seq));
     }
     if (!fits) {
         own_plan_ = plan();  // its workspace goes before the next one comes
@@ -412,7 +365,7 @@ void basic_cache<S, B, C>::materialize(sequence s, std::int32_t layer, std::int6
     const auto fits = [&](const out_view& v, std::int32_t size) { return v.tokens == count && v.heads == l.kv_heads && v.size == size && (v.data != nullptr || count == 0); };
     if (!fits(keys, l.key_size) || !fits(values, l.value_size))
         throw invalid_argument("materialize writes keys and values of [" + std::to_string(count) + ", " + std::to_string(l.kv_heads) + ", " + std::to_string(l.key_size) + " and " + std::to_string(l.value_size) + "]; the views have other shapes.");
-    residency_.read(r, owner, {begin, count}, keys, values);
+    engine_.read(r, owner, {begin, count}, keys, values);
 }
 
 // Looking.

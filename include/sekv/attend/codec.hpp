@@ -38,6 +38,7 @@ public:
 /// Consecutive blocks to seal, oldest first.
 struct seal_request {
     std::span<const token_range> blocks;  ///< at most 64 tokens each, without gaps
+    std::span<const row_block> pages;     ///< the same blocks' exact rows as they lie
     const row_reader* rows = nullptr;
     const segmenter* spans = nullptr;
     std::int64_t length = 0;  ///< of the sequence now
@@ -66,10 +67,10 @@ struct head_query {
     float scale = 1;  ///< the factor that the queries carry, for a codec that wants them without it
 };
 
-/// A codec and its sealed form. See progressive_codec for what each member must do.
+/// Seals exact rows into a smaller form. See progressive_books for what each member must do.
 template <class C>
 concept codec = requires(C c, const C k, typename C::sequence& s, const typename C::sequence& ks, std::vector<sealed_unit<typename C::payload>>& units,
-                         const std::vector<sealed_unit<typename C::payload>>& kunits, const seal_request& r, const segmenter& kspans, const head_query& q, arena& a, zoom_metrics& m, const float* rows, float* out) {
+                         const std::vector<sealed_unit<typename C::payload>>& kunits, const seal_request& r, const segmenter& kspans) {
     typename C::options;
     requires std::copyable<typename C::payload>;
     requires std::movable<typename C::sequence>;
@@ -81,7 +82,12 @@ concept codec = requires(C c, const C k, typename C::sequence& s, const typename
     { k.seal_bytes(ks, token_range{}, std::int64_t{}, kspans) } -> std::same_as<demand>;
     { k.least_seal(ks) } -> std::convertible_to<std::int64_t>;
     { c.seal(s, kunits, r) } -> std::same_as<std::vector<sealed_unit<typename C::payload>>>;
-    c.advance(s, units, std::int64_t{}, std::uint64_t{});
+    { c.advance(s, units, std::int64_t{}, std::uint64_t{}) } -> std::same_as<bool>;  // whether sealed units changed
+};
+
+/// A codec whose sealed form the host attends and decodes, head by head.
+template <class C>
+concept host_codec = codec<C> && requires(C c, const C k, typename C::sequence& s, const std::vector<sealed_unit<typename C::payload>>& kunits, const head_query& q, arena& a, zoom_metrics& m, const float* rows, float* out) {
     c.observe(s, std::int32_t{}, rows, std::int32_t{}, std::int64_t{});
     k.layout_scratch(a, std::int32_t{}, std::int32_t{}, std::int64_t{});
     k.attend(s, kunits, q, a, m);

@@ -90,7 +90,7 @@ public:
     [[nodiscard]] std::int64_t least_seal(const sequence&) const noexcept { return host::block_tokens; }
     /// Encodes blocks. Throws budget_error, the sequence unchanged.
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
-    void advance(sequence&, std::vector<unit>&, std::int64_t, std::uint64_t) noexcept {}
+    bool advance(sequence&, std::vector<unit>&, std::int64_t, std::uint64_t) noexcept { return false; }
     void observe(sequence&, std::int32_t, const float*, std::int32_t, std::int64_t) noexcept {}
 
     /// Cuts the scratch that attend needs, whatever the number of tokens.

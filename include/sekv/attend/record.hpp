@@ -36,6 +36,7 @@ struct sequence_record {
     std::vector<std::int64_t> lengths;  ///< appended tokens by layer; shared-KV layers keep 0
     std::int64_t reserved = 0;          ///< tokens that have rows
     bool prefilling = true;
+    std::uint64_t version = 0;          ///< rises whenever blocks or pages change
 
     [[nodiscard]] row_list& of(layer_class c) noexcept { return rows[static_cast<std::size_t>(c)]; }
     [[nodiscard]] const row_list& of(layer_class c) const noexcept { return rows[static_cast<std::size_t>(c)]; }

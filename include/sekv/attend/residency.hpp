@@ -112,6 +112,7 @@ private:
     void drop_behind_window(record& r, std::int64_t length) noexcept;
     class window_drop;
     [[nodiscard]] page_ref copy_sinks(const record& r);
+    void copy_page(const page& from, page& to);
 
     const model_shape* model_;
     const cache_options* options_;

@@ -63,7 +63,7 @@ void residency<Scalar, Codec>::allocate(growth& g, layer_class c, const record& 
     if (g.copy_last) {
         const auto& last = r.of(c).blocks().back();
         auto copy = pool_->make(tier::device, kind::exact, layout(c).page_bytes());
-        std::memcpy(copy->data(), last.rows->data(), layout(c).page_bytes());
+        copy_page(*last.rows, *copy);
         g.blocks.insert(g.blocks.begin(), {last.begin, last.count, std::move(copy)});
     }
     std::size_t host_left = g.on_host;
@@ -94,6 +94,7 @@ std::size_t residency<Scalar, Codec>::overflow(const record& r, const growth& g,
 template <scalar Scalar, codec Codec>
 void residency<Scalar, Codec>::commit(growth& g, layer_class c, record& r, std::int64_t target) {
     auto& blocks = r.of(c).blocks();
+    r.version += g.blocks.empty() ? 0 : 1;
     if (g.copy_last) blocks.pop_back();
     if (!g.copy_last && !blocks.empty() && layout(c).page_bytes() > 0) blocks.back().count = static_cast<std::int32_t>(std::min<std::int64_t>(host::block_tokens, target - blocks.back().begin));
     for (auto& b : g.blocks) {
@@ -107,7 +108,7 @@ void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int6
     const auto target = length + tokens;
     if (target <= r.reserved) return;
     const auto used = device_bytes(r);
-    codec_->advance(r.own, r.sealed, length, used < r.quota ? r.quota - used : 0);
+    if (codec_->advance(r.own, r.sealed, length, used < r.quota ? r.quota - used : 0)) ++r.version;
     drop_behind_window(r, length);  // out of every query's reach, so not undone by a failure
     std::array<growth, layer_classes> grown{plan_growth(r, whole, target), plan_growth(r, windowed, target)};
     for (const auto c : {whole, windowed}) r.of(c).blocks().reserve(r.of(c).blocks().size() + grown[static_cast<std::size_t>(c)].blocks.size());
@@ -145,13 +146,14 @@ void residency<Scalar, Codec>::end_prefill(record& r, std::int64_t length) {
     make_room(r, {sealing.device + back.size() * layout(whole).page_bytes(), sealing.host}, 0, blocks, purpose);
     for (auto& [b, copy] : back) {
         copy = pool_->make(tier::device, kind::exact, layout(whole).page_bytes());
-        std::memcpy(copy->data(), r.of(whole).blocks()[b].rows->data(), layout(whole).page_bytes());
+        copy_page(*r.of(whole).blocks()[b].rows, *copy);
     }
     auto sealed = prepare_seal(r, length, blocks);
     for (auto& [b, copy] : back) r.of(whole).blocks()[b].rows = std::move(copy);
     commit(std::move(sealed), r);
     dropped.commit();
     r.prefilling = false;
+    ++r.version;
 }
 
 template <scalar Scalar, codec Codec>
@@ -225,14 +227,21 @@ std::uint64_t residency<Scalar, Codec>::count_blocks(const record& r, std::int64
 template <scalar Scalar, codec Codec>
 void residency<Scalar, Codec>::demote(record& r, std::uint64_t count, block_test test) {
     const auto page = layout(whole).page_bytes();
+    if (count == 0) return;
     std::vector<page_ref> copies;
     for (std::uint64_t i = 0; i < count; ++i) copies.push_back(pool_->make(tier::host, kind::exact, page));
     auto block = r.of(whole).blocks().begin();
     for (auto& copy : copies) {
         block = std::find_if(block, r.of(whole).blocks().end(), test);
-        std::memcpy(copy->data(), block->rows->data(), page);
+        copy_page(*block->rows, *copy);
         block->rows = std::move(copy);
     }
+    ++r.version;
+}
+
+template <scalar Scalar, codec Codec>
+void residency<Scalar, Codec>::copy_page(const page& from, page& to) {
+    pool_->budget().resource().copy(to.data(), to.where(), from.data(), from.where(), from.size());
 }
 
 template <scalar Scalar, codec Codec>
@@ -314,15 +323,14 @@ template <scalar Scalar, codec Codec>
 page_ref residency<Scalar, Codec>::copy_sinks(const record& r) {
     auto to = pool_->make(tier::device, kind::exact, sink_layout_.page_bytes());
     const auto& from = *r.of(whole).blocks().front().rows;
+    auto& mover = pool_->budget().resource();
     for (std::size_t i = 0; i < model_->layers.size(); ++i) {
         const auto layer = static_cast<std::int32_t>(i);
         const auto& l = model_->layers[i];
         for (std::int32_t h = 0; model_->sinks > 0 && sink_layout_.holds(layer) && h < l.kv_heads; ++h) {
             const auto n = static_cast<std::size_t>(model_->sinks) * sizeof(Scalar);
-            const auto *rows = layout(whole).keys(from, layer, h);
-            auto* column = sink_layout_.keys(*to, layer, h);
-            for (std::int32_t j = 0; j < l.key_size; ++j, rows += host::block_tokens * sizeof(Scalar), column += n) std::memcpy(column, rows, n);
-            std::memcpy(sink_layout_.values(*to, layer, h), layout(whole).values(from, layer, h), n * static_cast<std::size_t>(l.value_size));
+            mover.copy_rows(sink_layout_.keys(*to, layer, h), tier::device, n, layout(whole).keys(from, layer, h), from.where(), host::block_tokens * sizeof(Scalar), n, static_cast<std::size_t>(l.key_size));
+            mover.copy(sink_layout_.values(*to, layer, h), tier::device, layout(whole).values(from, layer, h), from.where(), n * static_cast<std::size_t>(l.value_size));
         }
     }
     return to;
@@ -341,13 +349,14 @@ auto residency<Scalar, Codec>::prepare_seal(record& r, std::int64_t length, std:
     out.sinks = r.sinks ? r.sinks : copy_sinks(r);
     r.sealed.reserve(r.sealed.size() + ranges.size());
     const reader rows(*this, r.of(whole));
-    out.units = codec_->seal(r.own, r.sealed, {ranges, &rows, &r.spans, length});
+    out.units = codec_->seal(r.own, r.sealed, {ranges, {r.of(whole).blocks().data(), ranges.size()}, &rows, &r.spans, length});
     return out;
 }
 
 template <scalar Scalar, codec Codec>
 void residency<Scalar, Codec>::commit(pending_seal&& p, record& r) noexcept {
     if (p.blocks == 0) return;
+    ++r.version;
     if (!r.sinks) r.sink_count = std::min<std::int32_t>(model_->sinks, r.of(whole).blocks().front().count);
     r.sinks = std::move(p.sinks);
     std::move(p.units.begin(), p.units.end(), std::back_inserter(r.sealed));
@@ -361,6 +370,7 @@ void residency<Scalar, Codec>::drop_behind_window(record& r, std::int64_t length
     std::size_t gone = 0;
     for (const auto& b : r.of(windowed).blocks()) gone += b.end() <= first ? 1 : 0;
     r.of(windowed).drop_front(gone);
+    r.version += gone > 0 ? 1 : 0;
 }
 
 template <scalar Scalar, codec Codec>
@@ -378,6 +388,7 @@ void residency<Scalar, Codec>::truncate(record& r, std::int64_t length) {
     codec_->truncate(r.own, length);
     for (std::size_t l = 0; l < r.lengths.size(); ++l) r.lengths[l] = std::min(r.lengths[l], length);
     r.reserved = length;
+    ++r.version;
 }
 
 template <scalar Scalar, codec Codec>

@@ -1,8 +1,9 @@
-// One attention step of a batch: the plan, which sizes the workspace, and its run, layer by layer.
+// One attention step of a batch: the plan, which sizes the workspace, and the host's attention of one KV head.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -27,14 +28,18 @@ public:
 private:
     template <scalar, backend, codec>
     friend class basic_cache;
+    template <scalar, backend, codec>
+    friend class engine;
     const void* owner_ = nullptr;  ///< the memory of the cache that made it
     std::vector<batch_item> items_;
     resolution how_ = resolution::adaptive;
     std::int64_t tokens_ = 0;
     std::int64_t longest_ = 0;  ///< sequence_record::scored_tokens that the workspace was sized for
-    std::size_t query_bytes_ = 0;
-    std::size_t worker_bytes_ = 0;
+    std::size_t workspace_bytes_ = 0;
+    std::size_t query_bytes_ = 0;   ///< of the workspace: scaled queries (host backend)
+    std::size_t worker_bytes_ = 0;  ///< of the workspace: each worker's scratch (host backend)
     buffer workspace_;
+    std::shared_ptr<void> own_;     ///< what a device backend's engine keeps for the plan
 };
 
 /// One item of a batch, resolved: its record, its first query's position and its rows in the batch.
@@ -47,7 +52,7 @@ struct step_item {
 };
 
 /// Attends one KV head of one item. Holds what all heads of a layer share.
-template <scalar Scalar, codec Codec>
+template <scalar Scalar, host_codec Codec>
 class head_step {
 public:
     using item = step_item<Codec>;

@@ -15,6 +15,7 @@ enum class errc : std::int32_t {
     unsupported = 4,       ///< asked for something that this build or backend lacks
     format = 5,            ///< a file that is damaged, foreign or of another model
     io = 6,                ///< the operating system refused a read or write
+    device = 7,            ///< a CUDA call failed: a launch refused, a copy, a lost context
 };
 
 /// Base of every exception that sekv throws. Unless a function says otherwise, a call that throws has
@@ -51,6 +52,18 @@ public:
 class io_error : public error {
 public:
     explicit io_error(const std::string& sentence) : error(errc::io, sentence) {}
+};
+
+/// A failed device call. Whether the cache is as it was depends on when the device noticed: see `lost`.
+class device_error : public error {
+public:
+    device_error(const std::string& sentence, bool lost) : error(errc::device, sentence), lost_(lost) {}
+    /// True when the device context is gone or sticky-failed: nothing on the device can be read any more, and the cache can only be destroyed.
+    /// False for a call that was refused before it ran.
+    [[nodiscard]] bool lost() const noexcept { return lost_; }
+
+private:
+    bool lost_;
 };
 
 /// A byte budget that would be exceeded; raised before anything is touched.

@@ -23,9 +23,10 @@ enum class kind : std::uint8_t {
     lines,       ///< R2 token codes, or the paper preset's SVD factors
     line_cache,  ///< device copies of lines, with tags
     statistics,  ///< query moments, surprisal
-    workspace,   ///< scratch of plans
+    workspace,   ///< scratch of plans and of sealing
+    tables,      ///< what a device backend's kernels read of a sequence: where its blocks lie
 };
-inline constexpr std::size_t kind_count = 7;
+inline constexpr std::size_t kind_count = 8;
 [[nodiscard]] const char* name_of(tier t) noexcept;
 [[nodiscard]] const char* name_of(kind k) noexcept;
 
@@ -39,6 +40,12 @@ public:
     virtual ~memory_resource() = default;
     virtual void* allocate(tier t, std::size_t bytes, std::size_t alignment) = 0;
     virtual void deallocate(tier t, void* p, std::size_t bytes, std::size_t alignment) noexcept = 0;
+
+    // What the host can't do by itself where the device tier is another memory; in order with the backend's other work.
+    virtual void zero(tier t, void* p, std::size_t bytes);
+    virtual void copy(void* to, tier to_tier, const void* from, tier from_tier, std::size_t bytes);
+    /// `rows` runs of `width` bytes, their starts `pitch` bytes apart.
+    virtual void copy_rows(void* to, tier to_tier, std::size_t to_pitch, const void* from, tier from_tier, std::size_t from_pitch, std::size_t width, std::size_t rows);
 };
 
 /// The C++ heap, for both tiers.
@@ -118,6 +125,7 @@ public:
 
     /// Throws budget_error when the limit, or the resource itself, can't give the bytes.
     [[nodiscard]] buffer allocate(tier t, kind k, std::size_t bytes);
+    [[nodiscard]] memory_resource& resource() const noexcept { return *resource_; }
     /// Throws budget_error if `need` doesn't fit beside what is in use now, `freed` of which will be given back first.
     void require(const demand& need, const char* purpose, const demand& freed = {}) const;
     [[nodiscard]] std::uint64_t available(tier t) const noexcept { return limit(t) - used_.total(t); }

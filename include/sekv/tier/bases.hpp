@@ -78,20 +78,26 @@ public:
     [[nodiscard]] std::size_t epoch_bytes() const noexcept { return epoch_.bytes(); }
     [[nodiscard]] std::size_t moment_bytes() const noexcept { return moment_bytes_; }
 
-private:
-    friend class key_bases;
-    friend class epoch;
+
     struct sketch_place {
         std::size_t step, bits, fields, field_count;
     };
     struct place {
         head_format format;
-        std::size_t sketch, lines, moment;
-        std::size_t a, error, encoder;
-        sketch_place key_sketch, value_sketch;
-        std::size_t key_mean, value_basis, value_mean, typical_scale;
+        std::size_t sketch, lines, moment;              ///< in a sketch page, a line page, a page of moments
+        std::size_t a, error;                           ///< in key_bases::device
+        sketch_place key_sketch;
+        std::size_t encoder;                            ///< in key_bases::host
+        std::size_t key_mean, value_basis, value_mean, typical_scale;  ///< in epoch::device
+        sketch_place value_sketch;
         std::size_t key_widths, key_step, value_widths, value_step;
     };
+    /// Heads of one layer lie at equal distances.
+    [[nodiscard]] const place& place_of(std::int32_t index) const noexcept { return places_[static_cast<std::size_t>(index)]; }
+
+private:
+    friend class key_bases;
+    friend class epoch;
     std::vector<std::int32_t> first_head_;
     std::vector<place> places_;
     std::size_t sketch_bytes_ = 0, line_bytes_ = 0, moment_bytes_ = 0;
@@ -103,8 +109,10 @@ class key_bases {
 public:
     key_bases(const basis_layout& layout, memory& mem) : layout_(&layout), device_(mem.allocate(tier::device, kind::basis, layout.key_device_bytes())), host_(mem.allocate(tier::host, kind::basis, layout.key_host_bytes())) {}
     [[nodiscard]] key_view view(std::int32_t index) const noexcept;
-    /// Fills one head; heads may be filled by several threads at once. a, b: [size, size].
+    /// Fills one head; heads may be filled by several threads at once. a, b: [size, size]. Host memory only.
     void set(std::int32_t index, std::span<const float> a, std::span<const float> b, const sketch_code& code) noexcept;
+    [[nodiscard]] std::byte* device() const noexcept { return device_.data(); }
+    [[nodiscard]] std::byte* host() const noexcept { return host_.data(); }
 
 private:
     const basis_layout* layout_;
@@ -126,8 +134,9 @@ public:
         std::span<const std::uint8_t> key_widths, value_widths;
         std::span<const float> key_step, value_step;
     };
-    /// Fills one head; heads may be filled by several threads at once.
+    /// Fills one head; heads may be filled by several threads at once. Host memory only.
     void set(std::int32_t index, const head_statistics& s) noexcept;
+    [[nodiscard]] std::byte* device() const noexcept { return device_.data(); }
 
     std::shared_ptr<key_bases> keys;
 

@@ -26,6 +26,8 @@ public:
     /// lines[i] = the line of positions[i] (ascending): in the cache where it is or was put now, else at sources[i], the host tier's copy, of which `line_bytes` count.
     /// The pointers stay valid until the head's next call.
     void resolve(std::int32_t head, std::span<const std::int64_t> positions, const std::uint8_t* const* sources, std::int32_t line_bytes, const std::uint8_t** lines, zoom_metrics& metrics);
+    /// The slots' memory, laid out per head as [lines][16-bit tags][clocks][now]; null without slots.
+    [[nodiscard]] std::byte* data() const noexcept { return bytes_.data(); }
     /// Forgets lines of positions from `position` on, in all heads.
     void invalidate_from(std::int64_t position) noexcept;
 

@@ -15,6 +15,13 @@ public:
         ++count_;
         if (nanoseconds > most_) most_ = nanoseconds;
     }
+    static constexpr std::size_t bucket_count = 512;
+    /// Adds what was counted elsewhere: `count` durations in each bucket, the longest of `most` nanoseconds. Bucket i < 8: i ns; else 8 per doubling.
+    template <class Count>
+    void add_buckets(const Count* counts, std::uint64_t most) noexcept {
+        for (std::size_t i = 0; i < bucket_count; ++i) buckets_[i] += counts[i], count_ += counts[i];
+        if (most > most_) most_ = most;
+    }
     latency_histogram& operator+=(const latency_histogram& o) noexcept {
         for (std::size_t i = 0; i < buckets_.size(); ++i) buckets_[i] += o.buckets_[i];
         count_ += o.count_;
@@ -46,7 +53,7 @@ private:
         const auto octave = i / 8 - 1;
         return ((static_cast<std::uint64_t>(i % 8) + 9) << octave) - 1;
     }
-    std::array<std::uint64_t, 512> buckets_{};
+    std::array<std::uint64_t, bucket_count> buckets_{};
     std::uint64_t count_ = 0;
     std::uint64_t most_ = 0;
 };

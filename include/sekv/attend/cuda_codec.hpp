@@ -1,0 +1,71 @@
+// The progressive preset on the CUDA backend: the same books, sealed by device kernels.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <vector>
+
+#include "sekv/attend/progressive.hpp"
+#include "sekv/core/view.hpp"
+#include "sekv/exec/cuda_backend.hpp"
+
+namespace sekv {
+
+namespace cuda {
+struct cache_layout;
+class sealer;
+}  // namespace cuda
+
+/// Seals on the device: bases by cuSOLVER, projection by cuBLAS, quantisation by kernels; bits are allotted on the host. Sealing waits for the device.
+class cuda_progressive_codec final : public progressive_books {
+public:
+    static constexpr const char* name = "progressive";
+
+    /// What one sequence owns on the device beside the books.
+    struct sequence : progressive_sequence {
+        buffer ring;                                   ///< the queries of the last positions, which are not in the moments yet
+        std::vector<std::int64_t> ring_begin, ring_end;  ///< positions in the ring, by layer
+        buffer tables;                                 ///< what kernels read of the sequence: kernels/types.hpp's sequence_view and its lists
+        std::vector<std::byte> shadow;                 ///< the tables' content as last sent
+        std::uint64_t sent = ~std::uint64_t{0};        ///< sequence_record::version of it
+    };
+
+    /// stored: bf16 or f16. Throws unsupported for others; as progressive_books; budget_error when the device can't hold the seal's workspace.
+    cuda_progressive_codec(const model_shape& model, const options& o, dtype stored, block_pool& pool, cuda_backend& where);
+    ~cuda_progressive_codec() override;
+
+    [[nodiscard]] sequence open(std::int64_t capacity);
+    [[nodiscard]] sequence fork(const sequence& from, std::int64_t length);
+    void truncate(sequence& s, std::int64_t length) noexcept;
+    [[nodiscard]] usage sequence_usage(const sequence& s, const std::vector<unit>& units) const;
+    [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
+    bool advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room);
+
+    /// Takes the ring's queries of a layer into the moments; of all layers when layer is -1. Enqueues. Throws budget_error the first time since a fork or snapshot.
+    void fold(sequence& s, std::int32_t layer = -1);
+    /// Queries [tokens, query_heads, key_size] of positions from `position` on, in device-accessible memory, straight into the moments. Enqueues.
+    void observe(sequence& s, std::int32_t layer, const rows_view& queries);
+
+    [[nodiscard]] const cuda::cache_layout& places() const noexcept { return *places_; }
+    [[nodiscard]] std::size_t ring_bytes() const noexcept;
+
+protected:
+    void fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) override;
+    void fit_decoded(const progressive_sequence& s, epoch& e, const std::vector<unit>& units, token_range range, std::int64_t length) override;
+    void encode_units(std::vector<unit>& units, const seal_request& request) override;
+    void sketch_anew(const progressive_sequence& s, const std::vector<unit>& units, const std::vector<sketch_run>& runs, std::byte* planes, std::int64_t length) override;
+
+private:
+    [[nodiscard]] bool owns(std::int32_t layer) const noexcept { return layout_.head_index(layer, 0) >= 0; }
+    [[nodiscard]] std::vector<double> metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const;
+    void add_to_moments(sequence& s, std::int32_t layer, const rows_view& queries, float scale);
+
+    cuda_backend where_;
+    std::unique_ptr<cuda::cache_layout> places_;
+    buffer seal_workspace_;
+    std::unique_ptr<cuda::sealer> sealer_;
+};
+static_assert(codec<cuda_progressive_codec>);
+
+}  // namespace sekv

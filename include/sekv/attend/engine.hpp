@@ -1,0 +1,215 @@
+// What a backend does for a cache: rows in and out, and attention. Here: the host backend's.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "sekv/attend/residency.hpp"
+#include "sekv/attend/step.hpp"
+
+namespace sekv {
+
+/// Specialised for each backend; basic_cache says what it asks of it, and checks arguments before it does.
+template <scalar Scalar, backend Backend, codec Codec>
+class engine;
+
+/// Every call is synchronous; loops run on the backend's executor.
+template <scalar Scalar, host_codec Codec>
+class engine<Scalar, host_backend, Codec> {
+public:
+    using record = sequence_record<Codec>;
+    using item = step_item<Codec>;
+    using staged = std::vector<Scalar>;
+
+    engine(const model_shape& model, const cache_options&, host_backend& where, block_pool&, residency<Scalar, Codec>& rows, Codec& coder) : model_(&model), backend_(&where), residency_(&rows), codec_(&coder) {}
+
+    /// K or V as stored, contiguous [tokens, heads, size]. Throws invalid_argument for what isn't finite.
+    [[nodiscard]] staged stage(const char* what, const rows_view& v) const;
+    void write(std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values);
+    void write(const plan&, std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) { write(items, layer, keys, values); }
+    /// Takes one item's queries into the metric.
+    void observe(const item& i, std::int32_t layer, const rows_view& queries);
+    /// Lets the spans follow rows [first, first + count) of the novelty layer's keys.
+    void follow_novelty(record& r, std::int32_t layer, const staged& keys, std::int64_t first, std::int64_t count);
+    /// After a truncation or fork.
+    void restart_novelty(record& r);
+
+    /// Between steps, after anything about the record may have changed.
+    void settle(record&) noexcept {}
+    /// Rounds the plan's longest_ up and finds its workspace_bytes_. records: of its items, null for padding (only device backends look).
+    void size(plan& p, const std::vector<const record*>& records) const;
+    /// Whether the plan's workspace still serves the record, beyond longest_.
+    [[nodiscard]] bool covers(const plan&, const record&) const noexcept { return true; }
+    void begin_step(plan&, const std::vector<item>&) {}
+    void replayed(plan&, const std::vector<item>&) { throw unsupported("Nothing is captured on the host backend: its calls run at once. Call append and attend in every step."); }
+    void attend(plan& p, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse, zoom_metrics& zooms);
+    void read(const record& r, std::int32_t layer, token_range range, const out_view& keys, const out_view& values) const { residency_->read(r, layer, range, keys, values); }
+    [[nodiscard]] const zoom_metrics& collect(zoom_metrics& zooms) const noexcept { return zooms; }
+
+private:
+    static void scale_queries(const rows_view& queries, float factor, float* out);
+    void clear_padding(const plan& p, const layer_shape& l, const out_view& out, float* lse) const;
+    void attend_full(plan& p, std::int32_t layer, const std::vector<item>& items, const float* scaled, const out_view& out, float* lse);
+    [[nodiscard]] const layer_shape& shape(std::int32_t layer) const noexcept { return model_->layers[static_cast<std::size_t>(layer)]; }
+    [[nodiscard]] static arena scratch(const plan& p, std::int32_t worker) { return {p.workspace_.data() + p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(worker), p.worker_bytes_}; }
+
+    const model_shape* model_;
+    host_backend* backend_;
+    residency<Scalar, Codec>* residency_;
+    Codec* codec_;
+};
+
+template <scalar S, host_codec C>
+auto engine<S, host_backend, C>::stage(const char* what, const rows_view& v) const -> staged {
+    const auto size = static_cast<std::size_t>(v.size);
+    staged out(static_cast<std::size_t>(v.tokens * v.heads) * size);
+    std::vector<float> row(size);
+    for (std::int64_t t = 0; t < v.tokens; ++t) {
+        for (std::int32_t h = 0; h < v.heads; ++h) {
+            S* to = out.data() + static_cast<std::size_t>(t * v.heads + h) * size;
+            host::to_float(v.row(t, h), v.type, size, row.data());
+            host::from_float(row.data(), size, to);
+            if constexpr (!std::same_as<S, float>) host::to_float(to, dtype_of<S>, size, row.data());
+            if (!host::all_finite(row.data(), size))
+                throw invalid_argument(std::string(what) + " of token " + std::to_string(t) + ", head " + std::to_string(h) + " are not finite, or leave the range of the stored type; nothing was appended.");
+        }
+    }
+    return out;
+}
+
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::write(std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) {
+    const auto& l = shape(layer);
+    const auto c = residency_->class_of(layer);
+    const auto& layout = residency_->layout(c);
+    const auto dk = static_cast<std::size_t>(l.key_size), dv = static_cast<std::size_t>(l.value_size);
+    for (const auto& i : items) {
+        const auto& list = i.record->of(c);
+        for (std::int64_t t = 0; t < i.tokens; ++t) {
+            const auto& block = list.blocks()[list.find(i.position + t)];
+            const auto row = static_cast<std::size_t>(i.position + t - block.begin);
+            for (std::int32_t h = 0; h < l.kv_heads; ++h) {
+                const auto from = static_cast<std::size_t>((i.row + t) * l.kv_heads + h);
+                S* column = reinterpret_cast<S*>(layout.keys(*block.rows, layer, h)) + row;
+                for (std::size_t j = 0; j < dk; ++j) column[j * host::block_tokens] = keys[from * dk + j];
+                std::copy_n(values.data() + from * dv, dv, reinterpret_cast<S*>(layout.values(*block.rows, layer, h)) + row * dv);
+            }
+        }
+    }
+}
+
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::observe(const item& i, std::int32_t layer, const rows_view& queries) {
+    std::vector<float> scaled(static_cast<std::size_t>(queries.tokens * queries.heads * queries.size));
+    scale_queries(queries, shape(layer).logit_scale(), scaled.data());
+    codec_->observe(i.record->own, layer, scaled.data(), shape(layer).group, queries.tokens);
+}
+
+// Token by token, since each signal depends on the cuts before it.
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::follow_novelty(record& r, std::int32_t layer, const staged& keys, std::int64_t first, std::int64_t count) {
+    const auto row = static_cast<std::size_t>(shape(layer).kv_heads * shape(layer).key_size);
+    std::vector<float> token(row);
+    for (auto t = static_cast<std::size_t>(first); t < static_cast<std::size_t>(first + count); ++t) {
+        host::to_float(keys.data() + t * row, dtype_of<S>, row, token.data());
+        r.spans.push(std::max(0.0F, r.novelty->push(token)));
+        r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
+    }
+}
+
+// The open span's mean is summed again from the rows that are held; a sliding-window layer may have dropped the first of them.
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::restart_novelty(record& r) {
+    if (!r.novelty) return;
+    const auto layer = residency_->novelty_layer();
+    const auto& l = shape(layer);
+    const auto begin = std::max(r.spans.open_begin(), residency_->first_held(r, layer));
+    const auto count = r.spans.length() - begin;
+    std::vector<float> keys(static_cast<std::size_t>(count * l.kv_heads * l.key_size));
+    std::vector<float> values(static_cast<std::size_t>(count * l.kv_heads * l.value_size));
+    read(r, layer, {begin, count}, out_rows(keys.data(), count, l.kv_heads, l.key_size), out_rows(values.data(), count, l.kv_heads, l.value_size));
+    r.novelty->restart(begin);
+    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
+    for (std::size_t i = 0; i < keys.size(); i += row) (void)r.novelty->push({keys.data() + i, row});
+}
+
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::size(plan& p, const std::vector<const record*>&) const {
+    constexpr std::int64_t rounding = 1024;  // so that a plan outlives some steps of decoding
+    p.longest_ = (p.longest_ + rounding - 1) / rounding * rounding;
+    std::size_t query = 0;
+    for (std::size_t l = 0; l < model_->layers.size(); ++l) {
+        const auto& x = model_->layers[l];
+        query = std::max(query, static_cast<std::size_t>(x.query_heads() * x.key_size));
+        arena a;
+        head_step<S, C>(*model_, *residency_, *codec_, static_cast<std::int32_t>(l)).layout_scratch(a, p.how_, p.longest_);
+        p.worker_bytes_ = std::max(p.worker_bytes_, a.used());
+    }
+    p.query_bytes_ = (query * static_cast<std::size_t>(p.tokens_) * sizeof(float) + 127) / 64 * 64;
+    p.workspace_bytes_ = p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(backend_->exec().workers());
+}
+
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::scale_queries(const rows_view& queries, float factor, float* out) {
+    const auto size = static_cast<std::size_t>(queries.size);
+    const auto rows = queries.tokens * queries.heads;
+    for (std::int64_t i = 0; i < rows; ++i) host::to_float(queries.row(i / queries.heads, i % queries.heads), queries.type, size, out + static_cast<std::size_t>(i) * size);
+    if (!host::all_finite(out, static_cast<std::size_t>(rows) * size)) throw invalid_argument("Some queries are not finite; check the model's activations.");
+    host::scale(out, rows * queries.size, factor);
+}
+
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::clear_padding(const plan& p, const layer_shape& l, const out_view& out, float* lse) const {
+    std::int64_t row = 0;
+    for (const auto& i : p.items_) {
+        for (std::int64_t t = row; i.seq.generation == 0 && t < row + i.tokens; ++t) {
+            for (std::int32_t h = 0; h < l.query_heads(); ++h) {
+                std::fill_n(out.row(t, h), l.value_size, 0.0F);
+                if (lse != nullptr) lse[t * l.query_heads() + h] = softmax_state::empty_max;
+            }
+        }
+        row += i.tokens;
+    }
+}
+
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::attend(plan& p, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse, zoom_metrics& zooms) {
+    const auto& l = shape(layer);
+    float* scaled = p.workspace_.template as<float>();
+    scale_queries(queries, l.logit_scale(), scaled);
+    for (const auto& i : items) codec_->observe(i.record->own, layer, scaled, l.group, 0);  // what can fail, before any metric changes
+    for (const auto& i : items) codec_->observe(i.record->own, layer, scaled + i.row * l.query_heads() * l.key_size, l.group, i.tokens);
+    clear_padding(p, l, out, lse);
+    if (p.how_ == resolution::full) return attend_full(p, layer, items, scaled, out, lse);
+    const head_step<S, C> step(*model_, *residency_, *codec_, layer);
+    auto& exec = backend_->exec();
+    std::vector<zoom_metrics> counted(static_cast<std::size_t>(exec.workers()));
+    exec.run(static_cast<std::int64_t>(items.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
+        step.adaptive(items[static_cast<std::size_t>(task / l.kv_heads)], static_cast<std::int32_t>(task % l.kv_heads), scaled, out, lse, scratch(p, worker), counted[static_cast<std::size_t>(worker)]);
+    });
+    for (const auto& m : counted) zooms += m;
+}
+
+template <scalar S, host_codec C>
+void engine<S, host_backend, C>::attend_full(plan& p, std::int32_t layer, const std::vector<item>& items, const float* scaled, const out_view& out, float* lse) {
+    const auto& l = shape(layer);
+    const head_step<S, C> step(*model_, *residency_, *codec_, layer);
+    struct tile {
+        std::size_t item;
+        std::int64_t first, count;
+    };
+    std::vector<tile> tiles;
+    const auto width = prefill_tile::tokens_for(l.group);
+    for (std::size_t i = 0; i < items.size(); ++i) {
+        for (std::int64_t first = 0; first < items[i].tokens; first += width) tiles.push_back({i, first, std::min(width, items[i].tokens - first)});
+    }
+    backend_->exec().run(static_cast<std::int64_t>(tiles.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
+        const auto& t = tiles[static_cast<std::size_t>(task / l.kv_heads)];
+        step.full(items[t.item], static_cast<std::int32_t>(task % l.kv_heads), t.first, t.count, scaled, out, lse, scratch(p, worker));
+    });
+}
+
+}  // namespace sekv
