@@ -133,8 +133,9 @@ private:
     [[nodiscard]] std::uint64_t default_quota(std::int64_t capacity) const;
     void check_rows(const char* what, const rows_view& v, std::int64_t tokens, std::int32_t heads, std::int32_t size) const;
     void check_plan(const plan& p) const;
+    [[nodiscard]] std::int64_t checked_tokens(std::span<const batch_item> items) const;
     [[nodiscard]] Codec make_codec(const codec_options& o);
-    [[nodiscard]] std::vector<step_item<Codec>> resolve(const plan& p, std::int32_t layer);
+    [[nodiscard]] std::vector<step_item<Codec>> resolve(std::span<const batch_item> items, std::int32_t layer);
     [[nodiscard]] std::vector<step_item<Codec>> resolve_append(const plan& p, std::int32_t layer);
     [[nodiscard]] std::vector<const record*> resolve_sizes(const plan& p) const;
 

@@ -256,20 +256,31 @@ void basic_cache<S, B, C>::end_prefill(sequence s) {
 
 // Attention.
 
+// The batch's query tokens. Sequences are in it once: two items would share line cache and metric.
+template <scalar S, backend B, codec C>
+std::int64_t basic_cache<S, B, C>::checked_tokens(std::span<const batch_item> items) const {
+    constexpr std::int64_t most = std::int64_t{1} << 30;
+    std::int64_t tokens = 0;
+    for (const auto& i : items) {
+        if (i.tokens < 1 || i.tokens > most - tokens) throw invalid_argument("A batch item must have at least one query token, and a batch at most " + std::to_string(most) + ", not " + std::to_string(i.tokens) + ".");
+        tokens += i.tokens;
+        if (i.seq.generation == 0) continue;
+        (void)at(i.seq);
+        if (std::count_if(items.begin(), items.end(), [&](const batch_item& x) { return x.seq == i.seq; }) > 1)
+            throw invalid_argument("Sequence " + std::to_string(i.seq.index) + " is in the batch twice; give all its query tokens as one item.");
+    }
+    return tokens;
+}
+
 template <scalar S, backend B, codec C>
 plan basic_cache<S, B, C>::make_plan(std::span<const batch_item> items, resolution how) {
     plan p;
     p.owner_ = memory_.get();
     p.items_.assign(items.begin(), items.end());
     p.how_ = how;
+    p.tokens_ = checked_tokens(items);
     for (const auto& i : items) {
-        constexpr std::int64_t most = std::int64_t{1} << 30;
-        if (i.tokens < 1 || i.tokens > most - p.tokens_) throw invalid_argument("A batch item must have at least one query token, and a batch at most " + std::to_string(most) + ", not " + std::to_string(i.tokens) + ".");
-        p.tokens_ += i.tokens;
-        if (i.seq.generation == 0) continue;
-        p.longest_ = std::max(p.longest_, at(i.seq).scored_tokens() + i.tokens);
-        if (std::count_if(items.begin(), items.end(), [&](const batch_item& x) { return x.seq == i.seq; }) > 1)  // two would share line cache and metric
-            throw invalid_argument("Sequence " + std::to_string(i.seq.index) + " is in the batch twice; give all its query tokens as one item.");
+        if (i.seq.generation != 0) p.longest_ = std::max(p.longest_, at(i.seq).scored_tokens() + i.tokens);
     }
     engine_.size(p, p.tokens_ > 0 ? resolve_sizes(p) : std::vector<const record*>{});
     const auto bytes = p.workspace_bytes_;
@@ -301,12 +312,12 @@ std::uint64_t basic_cache<S, B, C>::default_quota(std::int64_t capacity) const {
 }
 
 template <scalar S, backend B, codec C>
-std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int32_t layer) {
+std::vector<step_item<C>> basic_cache<S, B, C>::resolve(std::span<const batch_item> items, std::int32_t layer) {
     const auto& shape = model_.layers[static_cast<std::size_t>(layer)];
     const auto owner = static_cast<std::size_t>(shape.kv_source >= 0 ? shape.kv_source : layer);
     std::vector<step_item<C>> out;
     std::int64_t row = 0;
-    for (const auto& i : p.items_) {
+    for (const auto& i : items) {
         if (i.seq.generation != 0) {
             auto& r = at(i.seq);
             const auto held = r.lengths[owner];
@@ -318,7 +329,6 @@ std::vector<step_item<C>> basic_cache<S, B, C>::resolve(const plan& p, std::int3
             if (shape.windowed() && seen < residency_.first_held(r, static_cast<std::int32_t>(owner)))
                 throw state_error("A query at position " + std::to_string(position) + " sees tokens from " + std::to_string(seen) + " on, but sliding-window layer " + std::to_string(layer) + " dropped those before " +
                                   std::to_string(residency_.first_held(r, static_cast<std::int32_t>(owner))) + "; ask while they are at most `rejectable` tokens behind the window.");
-            if (r.scored_tokens() > p.longest_ || !engine_.covers(p, r)) throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(r.scored_tokens()) + "; make a new plan.");
             out.push_back({&r, i.tokens, position, row});
         }
         row += i.tokens;
@@ -334,7 +344,12 @@ void basic_cache<S, B, C>::attend(plan& p, std::int32_t layer, const rows_view& 
     if (out.data == nullptr || out.tokens != p.tokens_ || out.heads != l.query_heads() || out.size != l.value_size)
         throw invalid_argument("out must be [" + std::to_string(p.tokens_) + ", " + std::to_string(l.query_heads()) + ", " + std::to_string(l.value_size) + "], not [" + std::to_string(out.tokens) + ", " +
                                std::to_string(out.heads) + ", " + std::to_string(out.size) + "].");
-    engine_.attend(p, layer, resolve(p, layer), queries, out, lse, zooms_);
+    const auto items = resolve(p.items_, layer);
+    for (const auto& i : items) {
+        if (i.record->scored_tokens() > p.longest_ || !engine_.covers(p, *i.record))
+            throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(i.record->scored_tokens()) + ", or was sealed in the meantime; make a new plan.");
+    }
+    engine_.attend(p, layer, items, queries, out, lse, zooms_);
 }
 
 template <scalar S, backend B, codec C>
@@ -346,6 +361,9 @@ void basic_cache<S, B, C>::attend(std::span<const batch_item> items, std::int32_
         fits = fits && at(i.seq).scored_tokens() <= own_plan_.longest_ && engine_.covers(own_plan_, at(i.seq));
     }
     if (!fits) {
+        (void)checked_layer(layer);
+        (void)checked_tokens(items);
+        (void)resolve(items, layer);  // positions that aren't there are refused before memory is taken
         own_plan_ = plan();  // its workspace goes before the next one comes
         own_plan_ = make_plan(items, how);
     }

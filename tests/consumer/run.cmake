@@ -12,7 +12,7 @@ endfunction()
 
 file(REMOVE_RECURSE ${WORK})
 set(options -DCMAKE_CXX_COMPILER=${CXX} -DCMAKE_CXX_COMPILER_LAUNCHER=${LAUNCHER} -DCMAKE_BUILD_TYPE=${CONFIG})
-if(WAY STREQUAL "find_package")
+if(WAY MATCHES "^find_package")
     step(${CMAKE_COMMAND} --install ${BUILD} --config ${CONFIG} --prefix ${WORK}/prefix)
     # What is compiled into the library must not be asked of those who link it.
     list(APPEND options -Dsekv_ROOT=${WORK}/prefix -DCMAKE_DISABLE_FIND_PACKAGE_Eigen3=ON -DCMAKE_DISABLE_FIND_PACKAGE_nlohmann_json=ON)

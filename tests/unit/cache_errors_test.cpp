@@ -21,14 +21,14 @@ constexpr auto huge = std::numeric_limits<std::int64_t>::max();
 // A cache with a sealed, forked sequence; every refused call must leave all of it as it was.
 class CacheErrors : public ::testing::Test {
 protected:
-    CacheErrors() : w({layer(2, 2), layer(1, 2, 30), layer(2, 1)}), cache(w.model, options(), small_codec()), s(cache.open({900'000, 1000})) {
+    CacheErrors() : w({layer(2, 2), layer(1, 2, 30), layer(2, 1)}), cache(w.model, options(), small_codec()), s(cache.open({quota(cache, 900'000, 1000), 1000})) {
         prefill(cache, w, s, fresh(1, 500));
         EXPECT_GT(cache.sealed(s), 0);
         cache.reserve(s, 5);
     }
     static sekv::cache_options options() {
         auto o = small_options();
-        o.device_budget = 4 << 20;
+        o.device_budget = budget(4 << 20);
         return o;
     }
     template <class Error, class Body>
@@ -135,7 +135,7 @@ TEST_F(CacheErrors, Attention) {
         const sekv::batch_item items[] = {{s, 1, 3}, {s, 1, 4}};
         (void)cache.make_plan(items, resolution::adaptive);
     });
-    const auto fresh_one = cache.open({300'000, 100});
+    const auto fresh_one = cache.open({quota(cache, 300'000, 100), 100});
     refused<sekv::state_error>("append their K and V first", [&] {
         const sekv::batch_item item{fresh_one, 1, -1};
         cache.attend({&item, 1}, 0, rows(row.data(), 1, 4, 64), resolution::adaptive, sekv::out_rows(out.data(), 1, 4, 64));
@@ -147,11 +147,11 @@ TEST_F(CacheErrors, Plans) {
     sekv::plan none;
     refused<sekv::invalid_argument>("another cache", [&] { cache.attend(none, 0, rows(row.data(), 0, 4, 64), sekv::out_rows(out.data(), 0, 4, 64)); });
     float_cache other(w.model, options(), small_codec());
-    const auto theirs = other.open({900'000, 1000});
+    const auto theirs = other.open({quota(other, 900'000, 1000), 1000});
     (void)step(other, w, theirs, fresh(1, 3));
     auto foreign = other.make_plan({&item, 1}, resolution::adaptive);
     refused<sekv::invalid_argument>("another cache", [&] { cache.attend(foreign, 0, rows(row.data(), 1, 4, 64), sekv::out_rows(out.data(), 1, 4, 64)); });
-    sekv::sequence other_one = cache.open({900'000, 3000});
+    sekv::sequence other_one = cache.open({quota(cache, 900'000, 3000), 3000});
     const sekv::batch_item small{other_one, 1, -1};
     (void)step(cache, w, other_one, {1});
     auto outgrown = cache.make_plan({&small, 1}, resolution::adaptive);
@@ -162,7 +162,7 @@ TEST_F(CacheErrors, Plans) {
 }
 
 TEST_F(CacheErrors, ClosedAndForeignSequences) {
-    const auto gone = cache.open({300'000, 100});
+    const auto gone = cache.open({quota(cache, 300'000, 100), 100});
     cache.close(gone);
     for (const auto bad : {gone, sekv::sequence{}, sekv::sequence{57, 1}, sekv::sequence{s.index, s.generation + 1}}) {
         refused<sekv::state_error>("not open", [&] { cache.close(bad); });
@@ -218,11 +218,11 @@ TEST_F(CacheErrors, BudgetsThatAreTooSmall) {
     refused<sekv::invalid_argument>("capacity", [&] { (void)cache.open({0, 0}); });
     refused<sekv::invalid_argument>("capacity", [&] { (void)cache.open({0, huge}); });
     float_cache tight(w.model, options(), small_codec());
-    const auto t = tight.open({30'000, 1000});  // less than one block of the sliding-window layer's rows
+    const auto t = tight.open({quota(tight, 30'000, 1000), 1000});  // less than one block of the sliding-window layer's rows
     EXPECT_THROW(append_all(tight, w, t, fresh(1, 10)), sekv::budget_error);
     EXPECT_EQ(tight.length(t), 0);
     EXPECT_THROW(tight.end_prefill(t), sekv::budget_error);
-    const auto u = tight.open({350'000, 1000});  // a prompt goes in, by way of the host, but its window doesn't fit
+    const auto u = tight.open({quota(tight, 350'000, 1000), 1000});  // a prompt goes in, by way of the host, but its window doesn't fit
     for (uid i = 0; i < 4; ++i) append_all(tight, w, u, fresh(100 * i, 100));
     const auto held = materialize(tight, w, u, 0, 0, 400);
     EXPECT_THROW(tight.end_prefill(u), sekv::budget_error);

@@ -14,11 +14,45 @@
 #include <string>
 #include <vector>
 
+#ifdef SEKV_TEST_CUDA
+#include "sekv/cuda.hpp"
+#else
 #include "sekv/sekv.hpp"
+#endif
 
 namespace sekv_test {
 
-using float_cache = sekv::basic_cache<float, sekv::host_backend, sekv::progressive_codec>;
+// The cache's tests run on every backend: their sources are compiled once for each.
+#ifdef SEKV_TEST_CUDA
+/// Takes what the tests give the host's cache: of a host backend, its executor.
+class float_cache : public sekv::cuda_fp16_cache {
+public:
+    static constexpr bool on_device = true;
+    explicit float_cache(const sekv::model_shape& model, const sekv::cache_options& o = {}, const sekv::progressive_options& codec = {}, const sekv::host_backend& where = sekv::host_backend(1))
+        : sekv::cuda_fp16_cache(model, o, codec, sekv::cuda_backend({.device_slab = std::size_t{4} << 20, .pinned_slab = std::size_t{4} << 20}, where.shared_exec())) {}
+};
+#else
+class float_cache : public sekv::basic_cache<float, sekv::host_backend, sekv::progressive_codec> {
+public:
+    static constexpr bool on_device = false;
+    using sekv::basic_cache<float, sekv::host_backend, sekv::progressive_codec>::basic_cache;
+};
+#endif
+
+/// A sequence's quota in the tests is meant for fp32 rows and what the host backend keeps beside them; elsewhere the same pressure takes other bytes.
+[[nodiscard]] inline std::uint64_t quota(float_cache& c, std::uint64_t bytes, std::int64_t capacity = 4000) {
+    if (!float_cache::on_device) return bytes;
+    const auto probe = c.open({sekv::memory::unlimited - 1, capacity});
+    const auto u = c.used(probe);
+    c.close(probe);
+    return bytes * 7 / 10 + u.total(sekv::tier::device) - u.at(sekv::tier::device, sekv::kind::line_cache);
+}
+/// A cache's budget likewise: a device backend's cache holds the seal's workspace.
+[[nodiscard]] inline std::uint64_t budget(std::uint64_t bytes) { return float_cache::on_device ? bytes + (std::uint64_t{10} << 20) : bytes; }
+/// What attention over exact rows may differ from attention in double. On the device, full resolution multiplies on tensor cores, weights in fp16.
+[[nodiscard]] inline double exact_error(sekv::resolution how) { return !float_cache::on_device ? 2e-6 : how == sekv::resolution::full ? 2e-3 : 5e-6; }
+[[nodiscard]] inline double exact_lse_error(sekv::resolution how) { return float_cache::on_device && how == sekv::resolution::full ? 1e-2 : 1e-5; }
+
 using uid = std::uint64_t;  ///< names a token's content
 using uids = std::vector<uid>;
 
@@ -34,7 +68,7 @@ inline void fill_normal(std::uint64_t seed, float* out, std::size_t n) noexcept 
     for (std::size_t i = 0; i < n; ++i) {
         const auto h = mixed(seed * 0x100000001b3u + i);
         const auto sum = static_cast<float>((h & 0xffffu) + (h >> 16 & 0xffffu) + (h >> 32 & 0xffffu) + (h >> 48));
-        out[i] = (sum - 131070.0F) / 37837.0F;
+        out[i] = std::round((sum - 131070.0F) / 37837.0F * 64.0F) / 64.0F;  // exact in fp16, so that backends that store it can be held to the same figures
     }
 }
 
@@ -78,7 +112,7 @@ struct world {
         for (const auto u : t) out.push_back(static_cast<float>(mixed(u) % 1000) * 0.008F);
         return out;
     }
-    [[nodiscard]] std::uint64_t page_bytes(std::size_t element = 4) const {
+    [[nodiscard]] std::uint64_t page_bytes(std::size_t element = float_cache::on_device ? 2 : 4) const {
         std::uint64_t sum = 0;
         for (const auto& l : model.layers) sum += l.kv_source < 0 && !l.windowed() ? 64 * sekv::kv_row_bytes(l, element) : 0;
         return sum;
@@ -277,4 +311,8 @@ public:
 
 }  // namespace sekv_test
 
+#ifdef SEKV_TEST_CUDA
+extern template class sekv::basic_cache<sekv::fp16, sekv::cuda_backend, sekv::cuda_progressive_codec>;
+#else
 extern template class sekv::basic_cache<float, sekv::host_backend, sekv::progressive_codec>;
+#endif

@@ -36,7 +36,7 @@ std::uint64_t line_cache_bytes(float_cache& c) {
 }
 
 // A quota that leaves the same room for levels whatever the line cache takes.
-sekv::sequence open_with(float_cache& c, std::uint64_t room) { return c.open({room + line_cache_bytes(c), 4000}); }
+sekv::sequence open_with(float_cache& c, std::uint64_t room, std::int64_t capacity = 4000) { return c.open({quota(c, room, capacity) + line_cache_bytes(c), capacity}); }
 
 constexpr std::uint64_t room = 1'100'000;
 const uids prompt = fresh(1, 900);
@@ -47,7 +47,7 @@ TEST(CacheFork, ReplayIsBitEqualWhateverLineCacheThreadsAndNeighbours) {
         float_cache c(w.model, small_options(), zooming(slots), sekv::host_backend(threads));
         std::vector<sekv::sequence> others;
         if (neighbours) {
-            others = {c.open({850'000 + line_cache_bytes(c), 2000}), c.open({0, 2000})};
+            others = {open_with(c, 850'000, 2000), c.open({0, 2000})};
             prefill(c, w, others[0], fresh(50'000, 700));
         }
         const auto s = open_with(c, room);
@@ -105,15 +105,17 @@ TEST(CacheFork, SidesDoNotSeeEachOther) {
 TEST(CacheFork, SharedBytesCountOnce) {
     const auto& w = two_layers();
     float_cache c(w.model, small_options(), zooming(32));
+    const auto empty = c.used();
     const auto a = open_with(c, room);
     prefill(c, w, a, prompt);
     const auto before = c.used().total(tier::device);
     const auto b = c.fork(a);
-    EXPECT_EQ(c.used().total(tier::device), before + c.used(b).at(tier::device, sekv::kind::line_cache));
+    const auto own = c.used(b);
+    EXPECT_EQ(c.used().total(tier::device), before + own.at(tier::device, sekv::kind::line_cache) + own.at(tier::device, sekv::kind::tables) + own.at(tier::device, sekv::kind::statistics));
     EXPECT_EQ(c.used(b), c.used(a));
     c.close(a);
     c.close(b);
-    EXPECT_EQ(c.used(), sekv::usage{});
+    EXPECT_EQ(c.used(), empty);
 }
 
 TEST(CacheFork, ShorterForkEqualsTruncatedParent) {
@@ -186,7 +188,7 @@ TEST(CacheFork, ManyShortUnitsStillFitTheWorkspace) {
 TEST(CacheFork, DeepTruncationAndRefitsStaySane) {
     const world w({layer(1, 2)});
     float_cache c(w.model, small_options(), zooming(32));
-    const auto s = c.open({260'000, 8000});
+    const auto s = c.open({quota(c, 260'000, 8000), 8000});
     uids all = fresh(1, 600);
     prefill(c, w, s, all);
     for (uid turn = 0; turn < 6; ++turn) {

@@ -29,6 +29,7 @@ public:
         buffer tables;                                 ///< what kernels read of the sequence: kernels/types.hpp's sequence_view and its lists
         std::vector<std::byte> shadow;                 ///< the tables' content as last sent
         std::uint64_t sent = ~std::uint64_t{0};        ///< sequence_record::version of it
+        std::int32_t segments = 0, epoch_runs = 0, key_runs = 0;  ///< in it
     };
 
     /// stored: bf16 or f16. Throws unsupported for others; as progressive_books; budget_error when the device can't hold the seal's workspace.
@@ -42,6 +43,8 @@ public:
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
     bool advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room);
 
+    /// Gives s moments of its own, so that what enters them next can't fail for memory. Throws budget_error.
+    void own(sequence& s) { own_moments(s); }
     /// Takes the ring's queries of a layer into the moments; of all layers when layer is -1. Enqueues. Throws budget_error the first time since a fork or snapshot.
     void fold(sequence& s, std::int32_t layer = -1);
     /// Queries [tokens, query_heads, key_size] of positions from `position` on, in device-accessible memory, straight into the moments. Enqueues.
@@ -59,12 +62,14 @@ protected:
 private:
     [[nodiscard]] bool owns(std::int32_t layer) const noexcept { return layout_.head_index(layer, 0) >= 0; }
     [[nodiscard]] std::vector<double> metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const;
+    void sealed();
     void add_to_moments(sequence& s, std::int32_t layer, const rows_view& queries, float scale);
 
     cuda_backend where_;
     std::unique_ptr<cuda::cache_layout> places_;
     buffer seal_workspace_;
     std::unique_ptr<cuda::sealer> sealer_;
+    CUstream_st* seal_stream_ = nullptr;  ///< the sealer's
 };
 static_assert(codec<cuda_progressive_codec>);
 

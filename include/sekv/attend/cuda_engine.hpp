@@ -12,6 +12,10 @@
 
 namespace sekv {
 
+namespace cuda {
+class output;
+}
+
 /// What does not depend on the stored type's C++ name; compiled in src/cuda/engine*.cpp.
 class cuda_engine {
 public:
@@ -34,7 +38,7 @@ public:
     /// Host rows are converted, checked and copied; device rows are taken as they are, and values that aren't finite are reported by a later call between steps.
     [[nodiscard]] staged stage(const char* what, const rows_view& v) const;
     void write(std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values);
-    void write(step_tables& t, std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values);
+    void write(step_tables& t, std::byte* workspace, std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values);
     void observe(const item& i, std::int32_t layer, const rows_view& queries);
 
     [[nodiscard]] std::shared_ptr<step_tables> size(std::span<const batch_item> items, std::int64_t tokens, std::int64_t longest, resolution how, const std::vector<const record*>& records) const;
@@ -45,7 +49,7 @@ public:
     void attend(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse);
     void read(const record& r, std::int32_t layer, token_range range, const out_view& keys, const out_view& values) const;
     /// Sends what kernels read of a sequence, if it changed.
-    void settle(record& r);
+    void settle(record& r) const;
     /// The keys of one layer's rows [begin, begin + count) as floats on the host, [count, kv_heads * key_size]. Waits.
     [[nodiscard]] std::vector<float> keys_of(const record& r, std::int32_t layer, token_range range) const;
     void collect(zoom_metrics& zooms) const;
@@ -54,6 +58,13 @@ public:
 
 private:
     struct state;
+    [[nodiscard]] staged stage_queries(const rows_view& v) const;
+    void send(step_tables& t, std::byte* workspace, std::span<const item> items) const;
+    void take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries);
+    static void cut_windows(step_tables& t);
+    void attend_adaptive(const step_tables& t, std::byte* workspace, std::int32_t layer, const rows_view& queries, const cuda::output& to) const;
+    void attend_full(const step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries, const cuda::output& to) const;
+    class full_pass;
     std::unique_ptr<state> state_;
 };
 
@@ -72,7 +83,7 @@ public:
 
     [[nodiscard]] staged stage(const char* what, const rows_view& v) const { return core_->stage(what, v); }
     void write(std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) { core_->write(items, layer, keys, values); }
-    void write(plan& p, std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) { core_->write(tables(p), items, layer, keys, values); }
+    void write(plan& p, std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) { core_->write(tables(p), p.workspace_.data(), items, layer, keys, values); }
     void observe(const item& i, std::int32_t layer, const rows_view& queries) { core_->observe(i, layer, queries); }
     // Spans follow keys between steps, when the device has them.
     void follow_novelty(record&, std::int32_t, const staged&, std::int64_t, std::int64_t) noexcept {}

@@ -30,6 +30,7 @@ public:
         if (!executor_ || !resource_) throw invalid_argument("host_backend needs an executor and a memory resource; one of them is null.");
     }
     [[nodiscard]] executor& exec() const noexcept { return *executor_; }
+    [[nodiscard]] const std::shared_ptr<executor>& shared_exec() const noexcept { return executor_; }
     [[nodiscard]] std::shared_ptr<memory_resource> resource() const noexcept { return resource_; }
 
 private:

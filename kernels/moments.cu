@@ -1,0 +1,90 @@
+// Second moments of queries, decayed by position: src/metric.cpp is the reference.
+#include <cmath>
+
+#include "kernels/device.cuh"
+#include "kernels/scalar.cuh"
+#include "kernels/seal.hpp"
+
+namespace sekv::cuda {
+namespace {
+
+constexpr int threads = 256;
+constexpr int tile = 32;          // rows and columns of the matrix per thread block
+constexpr int stage = 32;         // query vectors in shared memory at once
+constexpr int parts = 4;          // of a stage, each summed by 64 threads of 4 x 4 elements
+constexpr int part_threads = threads / parts;
+
+struct moment_shared {
+    shared_array<float, stage * tile> weighted, plain;  // [query vector][element]: times its weight, for the tile's rows, and as it is, for its columns
+    shared_array<float, parts * tile * tile> sums;
+};
+
+// Element (vector, j) of the stage, zero past the last vector and past the head.
+__device__ __forceinline__ float query_at(const moment_step& step, std::int32_t head, std::int64_t vector, std::int32_t j) {
+    if (vector >= step.tokens * step.layer.group || j >= step.layer.key_size) return 0;
+    const std::int64_t token = vector / step.layer.group, query_head = head * step.layer.group + vector % step.layer.group;
+    return load_element(step.queries.data, step.queries.type, token * step.queries.token_stride + query_head * step.queries.head_stride + j) * step.scale;
+}
+
+__device__ __forceinline__ void load_stage(const moment_step& step, moment_shared& shared, double log2_decay, std::int64_t first) {
+    const auto head = static_cast<std::int32_t>(blockIdx.y);
+    const std::int32_t tiles = (step.layer.key_size + tile - 1) / tile;
+    const auto row0 = static_cast<std::int32_t>(blockIdx.x) / tiles * tile, column0 = static_cast<std::int32_t>(blockIdx.x) % tiles * tile;
+    for (auto i = static_cast<std::int32_t>(threadIdx.x); i < stage * tile; i += threads) {
+        const std::int64_t vector = first + i / tile;
+        const std::int64_t age = step.tokens - 1 - vector / step.layer.group;
+        const float weight = age > 0 ? exp2f(static_cast<float>(log2_decay * static_cast<double>(age))) : 1.0F;
+        shared.weighted[i] = query_at(step, head, vector, row0 + i % tile) * weight;
+        shared.plain[i] = query_at(step, head, vector, column0 + i % tile);
+    }
+}
+
+__global__ void __launch_bounds__(threads) add_moments(moment_step step, double log2_decay, float faded) {
+    auto& shared = dynamic_shared<moment_shared>();
+    const int thread = static_cast<int>(threadIdx.x), part = thread / part_threads;
+    const int r = thread % part_threads / 8 * 4, c = thread % 8 * 4;
+    float sums[4][4] = {};
+    const std::int64_t vectors = step.tokens * step.layer.group;
+    for (std::int64_t first = 0; first < vectors; first += stage) {
+        if (first > 0) __syncthreads();  // the stage before is summed
+        load_stage(step, shared, log2_decay, first);
+        __syncthreads();
+#pragma unroll
+        for (int k = 0; k < stage / parts; ++k) {
+            const int at = (part * (stage / parts) + k) * tile;
+            const float4 a = *reinterpret_cast<const float4*>(shared.weighted.data() + at + r), b = *reinterpret_cast<const float4*>(shared.plain.data() + at + c);
+            const float x[4] = {a.x, a.y, a.z, a.w}, y[4] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) sums[i][j] += x[i] * y[j];
+            }
+        }
+    }
+#pragma unroll
+    for (int i = 0; i < 4; ++i) *reinterpret_cast<float4*>(shared.sums.data() + (part * tile + r + i) * tile + c) = float4{sums[i][0], sums[i][1], sums[i][2], sums[i][3]};
+    __syncthreads();
+    // Four neighbouring elements per thread.
+    const std::int32_t d = step.layer.key_size, tiles = (d + tile - 1) / tile;
+    const auto row = static_cast<std::int32_t>(blockIdx.x) / tiles * tile + thread / 8, column = static_cast<std::int32_t>(blockIdx.x) % tiles * tile + thread % 8 * 4;
+    if (row >= d || column >= d) return;
+    float4 total{0, 0, 0, 0};
+#pragma unroll
+    for (int p = 0; p < parts; ++p) {
+        const float4 x = *reinterpret_cast<const float4*>(shared.sums.data() + (p * tile + thread / 8) * tile + thread % 8 * 4);
+        total = float4{total.x + x.x, total.y + x.y, total.z + x.z, total.w + x.w};
+    }
+    float4* to = reinterpret_cast<float4*>(step.moments + (static_cast<std::int64_t>(blockIdx.y) * d + row) * d + column);
+    const float4 before = *to;
+    *to = float4{faded * before.x + total.x, faded * before.y + total.y, faded * before.z + total.z, faded * before.w + total.w};
+}
+
+}  // namespace
+
+void add_queries(const moment_step& step, stream s) {
+    const auto tiles = static_cast<unsigned>((step.layer.key_size + tile - 1) / tile);
+    const auto faded = static_cast<float>(std::pow(step.decay, static_cast<double>(step.tokens)));
+    launch("add_moments", s, dim3(tiles * tiles, static_cast<unsigned>(step.layer.kv_heads)), dim3(threads), sizeof(moment_shared), &add_moments, step, std::log2(step.decay), faded);
+}
+
+}  // namespace sekv::cuda

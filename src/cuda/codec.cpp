@@ -1,0 +1,145 @@
+// The CUDA codec's sequences and their query metric: what sealing needs beside the books.
+#include <algorithm>
+#include <cmath>
+
+#include "kernels/line_cache.hpp"
+#include "kernels/seal.hpp"
+#include "sekv/attend/cuda_codec.hpp"
+#include "src/cuda/context.hpp"
+#include "src/cuda/layer_layout.hpp"
+#include "src/cuda/sequence_tables.hpp"
+
+namespace sekv {
+namespace {
+
+dtype checked_type(dtype stored) {
+    if (stored == dtype::f32) throw unsupported("The CUDA backend stores exact rows in bf16 or fp16; use cuda_cache or cuda_fp16_cache.");
+    return stored;
+}
+
+cuda::seal_shape shape_of(const cuda::cache_layout& places) {
+    cuda::seal_shape s;
+    for (const auto& l : places.layers) {
+        s.most_heads = std::max(s.most_heads, l.kv_heads);
+        s.most_size = std::max({s.most_size, l.key_size, l.value_size});
+    }
+    return s;
+}
+
+}  // namespace
+
+cuda_progressive_codec::cuda_progressive_codec(const model_shape& model, const options& o, dtype stored, block_pool& pool, cuda_backend& where)
+    : progressive_books(model, o, checked_type(stored), pool), where_(where), places_(std::make_unique<cuda::cache_layout>(model_, options_, stored)) {
+    if (layout_.heads() == 0) return;
+    const auto shape = shape_of(*places_);
+    seal_workspace_ = pool.budget().allocate(tier::device, kind::workspace, cuda::seal_workspace_bytes(shape));
+    seal_stream_ = where_.stream();
+    sealer_ = std::make_unique<cuda::sealer>(shape, seal_workspace_.data(), seal_stream_);
+}
+
+cuda_progressive_codec::~cuda_progressive_codec() = default;
+
+std::size_t cuda_progressive_codec::ring_bytes() const noexcept { return places_->ring_bytes; }
+
+cuda_progressive_codec::sequence cuda_progressive_codec::open(std::int64_t capacity) {
+    sequence s{open_books(capacity), {}, {}, {}, {}, {}};
+    s.ring = pool_->budget().allocate(tier::device, kind::statistics, places_->ring_bytes);
+    s.ring_begin.assign(model_.layers.size(), 0);
+    s.ring_end = s.ring_begin;
+    const auto blocks = static_cast<std::size_t>(capacity / host::block_tokens) + 2;
+    s.tables = pool_->budget().allocate(tier::device, kind::tables, cuda::table_bytes(2 * blocks, blocks, 16));
+    return s;
+}
+
+cuda_progressive_codec::sequence cuda_progressive_codec::fork(const sequence& from, std::int64_t length) {
+    sequence s{fork_books(from), {}, from.ring_begin, from.ring_end, {}, {}};
+    s.ring = pool_->budget().allocate(tier::device, kind::statistics, places_->ring_bytes);
+    if (places_->ring_bytes > 0) pool_->budget().resource().copy(s.ring.data(), tier::device, from.ring.data(), tier::device, places_->ring_bytes);
+    s.tables = pool_->budget().allocate(tier::device, kind::tables, from.tables.size());
+    truncate(s, length);
+    return s;
+}
+
+void cuda_progressive_codec::truncate(sequence& s, std::int64_t length) noexcept {
+    for (std::size_t l = 0; l < s.ring_end.size(); ++l) {
+        s.ring_end[l] = std::min(s.ring_end[l], length);
+        s.ring_begin[l] = std::min(s.ring_begin[l], length);
+    }
+    truncate_books(s, length);
+    if (options_.line_slots == 0 || layout_.heads() == 0) return;
+    try {
+        cuda::invalidate_lines(s.cache.data(), {layout_.heads(), options_.line_slots, widest_line_}, length, where_.stream());
+    } catch (const error&) {  // only a lost context refuses a launch, and it refuses every later one too
+    }
+}
+
+usage cuda_progressive_codec::sequence_usage(const sequence& s, const std::vector<unit>& units) const {
+    auto u = progressive_books::sequence_usage(s, units);
+    u.at(tier::device, kind::statistics) += s.ring.size();
+    u.at(tier::device, kind::tables) += s.tables.size();
+    return u;
+}
+
+void cuda_progressive_codec::add_to_moments(sequence& s, std::int32_t layer, const rows_view& queries, float scale) {
+    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
+    const auto owner = l.kv_source >= 0 ? l.kv_source : layer;
+    if (queries.tokens == 0 || !owns(owner)) return;
+    own_moments(s);
+    cuda::moment_step m;
+    m.layer = places_->layers[static_cast<std::size_t>(layer)];
+    m.moments = s.moments->as<float>(layout_.moment_offset(layout_.head_index(owner, 0)));
+    m.queries = {queries.data, queries.type, queries.token_stride, queries.head_stride};
+    m.tokens = queries.tokens;
+    m.decay = std::exp(-1.0 / options_.metric_memory);
+    m.scale = scale;
+    cuda::add_queries(m, where_.stream());
+    count_queries(s, static_cast<std::size_t>(owner), l.group, queries.tokens);
+}
+
+void cuda_progressive_codec::observe(sequence& s, std::int32_t layer, const rows_view& queries) {
+    fold(s, layer);
+    add_to_moments(s, layer, queries, model_.layers[static_cast<std::size_t>(layer)].logit_scale());
+}
+
+void cuda_progressive_codec::fold(sequence& s, std::int32_t layer) {
+    const auto first = layer < 0 ? 0 : layer;
+    const auto last = layer < 0 ? static_cast<std::int32_t>(model_.layers.size()) : layer + 1;
+    for (auto l = first; l < last; ++l) {
+        auto& begin = s.ring_begin[static_cast<std::size_t>(l)];
+        const auto end = s.ring_end[static_cast<std::size_t>(l)];
+        const auto& shape = model_.layers[static_cast<std::size_t>(l)];
+        while (begin < end) {  // twice where the ring wraps
+            const auto slot = begin % cuda::ring_tokens;
+            const auto n = std::min(end - begin, cuda::ring_tokens - slot);
+            const auto row = static_cast<std::int64_t>(shape.query_heads()) * shape.key_size;
+            const auto* data = s.ring.as<bf16>(places_->layers[static_cast<std::size_t>(l)].query_ring) + slot * row;
+            add_to_moments(s, l, {data, dtype::bf16, n, shape.query_heads(), shape.key_size, row, shape.key_size}, 1.0F);
+            begin += n;
+        }
+    }
+}
+
+bool cuda_progressive_codec::advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) {
+    const bool snapshot = length > 0 && (s.snapshots.empty() || length >= s.snapshots.back().length + host::block_tokens);
+    const bool stale = options_.horizon > 0 && !units.empty() && length >= s.sketched_at + options_.horizon;
+    if (snapshot || stale) fold(s);
+    if (stale) where_.synchronize();  // the host reads the moments
+    return advance_books(s, units, length, device_room);
+}
+
+std::vector<cuda_progressive_codec::unit> cuda_progressive_codec::seal(sequence& s, const std::vector<unit>& before, const seal_request& request) {
+    fold(s);
+    where_.synchronize();
+    return progressive_books::seal(s, before, request);
+}
+
+std::vector<double> cuda_progressive_codec::metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const {
+    std::vector<double> all;
+    for (std::int32_t h = 0; h < model_.layers[static_cast<std::size_t>(layer)].kv_heads; ++h) {
+        const auto m = metric_of(s, layer, h, length);
+        all.insert(all.end(), m.begin(), m.end());
+    }
+    return all;
+}
+
+}  // namespace sekv

@@ -1,0 +1,162 @@
+// Sealing on the device, layer by layer: the CUDA codec's part of the books.
+#include <algorithm>
+#include <cstring>
+
+#include "kernels/rows.hpp"
+#include "kernels/seal.hpp"
+#include "sekv/attend/cuda_codec.hpp"
+#include "src/cuda/context.hpp"
+#include "src/cuda/layer_layout.hpp"
+#include "src/cuda/sequence_tables.hpp"
+
+namespace sekv {
+namespace {
+
+using unit = progressive_books::unit;
+
+// An array in pinned memory, which kernels read in place.
+template <class T>
+class kernel_array {
+public:
+    kernel_array(memory& mem, const std::vector<T>& values) : bytes_(mem.allocate(tier::host, kind::workspace, std::max<std::size_t>(1, values.size()) * sizeof(T))) {
+        if (!values.empty()) std::memcpy(bytes_.data(), values.data(), values.size() * sizeof(T));
+    }
+    [[nodiscard]] T* data() const noexcept { return bytes_.as<T>(); }
+
+private:
+    buffer bytes_;
+};
+
+// The pages of some units, as kernels take them.
+struct unit_pages {
+    kernel_array<std::uint8_t*> sketches, lines, exact;
+
+    unit_pages(memory& mem, const std::vector<const unit*>& units)
+        : sketches(mem, collect(units, [](const progressive_block& p) { return p.sketch->as<std::uint8_t>(); })),
+          lines(mem, collect(units, [](const progressive_block& p) { return p.lines->as<std::uint8_t>(); })),
+          exact(mem, collect(units, [](const progressive_block& p) { return p.exact ? p.exact->as<std::uint8_t>() : nullptr; })) {}
+
+private:
+    template <class Get>
+    static std::vector<std::uint8_t*> collect(const std::vector<const unit*>& units, Get&& get) {
+        std::vector<std::uint8_t*> out;
+        for (const auto* u : units) out.push_back(get(u->payload));
+        return out;
+    }
+};
+
+std::vector<cuda::exact_block> exact_rows(std::span<const row_block> pages, std::int64_t begin, std::int64_t end) {
+    std::vector<cuda::exact_block> out;
+    for (const auto& p : pages) {
+        if (p.begin >= begin && p.begin < end) out.push_back({p.rows->data(), p.begin, p.count, 0});
+    }
+    return out;
+}
+
+cuda::seal_rows rows_of(const std::vector<cuda::exact_block>& blocks, const cuda::exact_block* kernel_blocks, std::int32_t sinks) {
+    cuda::seal_rows r{kernel_blocks, static_cast<std::int32_t>(blocks.size()), 0, 0};
+    for (const auto& b : blocks) r.tokens += b.count;
+    // Sinks are read exactly and are unlike every other token, so they don't shape the basis.
+    r.skip = !blocks.empty() && blocks.front().begin == 0 ? static_cast<std::int32_t>(std::min<std::int64_t>(sinks, r.tokens - 1)) : 0;
+    return r;
+}
+
+}  // namespace
+
+// The sealer's stream is the one that the backend had at first; what is enqueued on another waits for it here.
+void cuda_progressive_codec::sealed() {
+    if (where_.stream() != seal_stream_) where_.synchronize();
+}
+
+void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) {
+    auto& mem = pool_->budget();
+    for (std::size_t i = 0; i < epochs.size(); ++i) {
+        auto& e = *epochs[i];
+        std::vector<const unit*> mine;
+        for (const auto& u : units) {
+            if (u.payload.statistics == epochs[i]) mine.push_back(&u);
+        }
+        const auto blocks = exact_rows(request.pages, ranges[i].begin, ranges[i].end());
+        const kernel_array<cuda::exact_block> kernel_blocks(mem, blocks);
+        const auto rows = rows_of(blocks, kernel_blocks.data(), model_.sinks);
+        const unit_pages pages(mem, mine);
+        for (std::int32_t l = 0; l < static_cast<std::int32_t>(model_.layers.size()); ++l) {
+            if (!owns(l)) continue;
+            const auto& layer = places_->layers[static_cast<std::size_t>(l)];
+            sealer_->fit_epoch(layer, rows, metric(s, l, request.length).data(), options_.metric_power, e.keys->device(), e.device(), e.keys->host());
+            sealer_->encode(layer, rows, e.device(), e.keys->device(), e.keys->host(), e.keys->device(), e.keys->host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
+        }
+    }
+    sealed();
+}
+
+void cuda_progressive_codec::encode_units(std::vector<unit>& units, const seal_request& request) {
+    auto& mem = pool_->budget();
+    std::vector<const unit*> all;
+    for (const auto& u : units) all.push_back(&u);
+    const auto range = request.all();
+    const auto blocks = exact_rows(request.pages, range.begin, range.end());
+    const kernel_array<cuda::exact_block> kernel_blocks(mem, blocks);
+    const auto rows = rows_of(blocks, kernel_blocks.data(), model_.sinks);
+    const unit_pages pages(mem, all);
+    const auto& e = *units.front().payload.statistics;  // blocks that are sealed while decoding share the newest epoch
+    const auto& keys = *units.front().payload.keys;
+    for (std::int32_t l = 0; l < static_cast<std::int32_t>(model_.layers.size()); ++l) {
+        if (!owns(l)) continue;
+        sealer_->encode(places_->layers[static_cast<std::size_t>(l)], rows, e.device(), e.keys->device(), e.keys->host(), keys.device(), keys.host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
+    }
+    sealed();
+}
+
+// The rows are rebuilt as exact pages in pinned memory, one layer at a time, and fitted like rows that were never sealed.
+void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e, const std::vector<unit>& units, token_range range, std::int64_t length) {
+    auto& mem = pool_->budget();
+    std::vector<unit> decoded;
+    for (const auto& u : units) {
+        if (u.begin >= range.begin && u.begin < range.end()) decoded.push_back(u);
+    }
+    const auto lists = cuda::list_sealed(decoded);
+    const auto image_bytes = cuda::sealed_image(lists, nullptr, 0, nullptr).size();
+    const auto image = mem.allocate(tier::host, kind::workspace, image_bytes);
+    std::memcpy(image.data(), cuda::sealed_image(lists, nullptr, 0, image.data()).data(), image_bytes);
+    std::size_t page = 0;
+    for (const auto& l : places_->layers) page = std::max(page, static_cast<std::size_t>(l.kv_heads) * host::block_tokens * static_cast<std::size_t>(l.key_size + l.value_size) * size_of(stored_));
+    const auto strip = mem.allocate(tier::host, kind::workspace, page * decoded.size());
+    for (std::int32_t l = 0; l < static_cast<std::int32_t>(model_.layers.size()); ++l) {
+        if (!owns(l)) continue;
+        auto layer = places_->layers[static_cast<std::size_t>(l)];
+        const cuda::head_stride heads{0, host::block_tokens * static_cast<std::uint64_t>(layer.key_size + layer.value_size) * size_of(stored_)};
+        cuda::reconstruct_blocks({layer, image.as<cuda::sequence_view>(), 0, static_cast<std::int32_t>(decoded.size()), strip.data(), page, heads}, where_.stream());
+        layer.exact_page = heads;
+        std::vector<cuda::exact_block> blocks;
+        for (std::size_t i = 0; i < decoded.size(); ++i) blocks.push_back({strip.data() + i * page, decoded[i].begin, decoded[i].count, 0});
+        const kernel_array<cuda::exact_block> kernel_blocks(mem, blocks);
+        sealer_->fit_epoch(layer, rows_of(blocks, kernel_blocks.data(), model_.sinks), metric(s, l, length).data(), options_.metric_power, e.keys->device(), e.device(), e.keys->host());
+    }
+    sealed();
+}
+
+void cuda_progressive_codec::sketch_anew(const progressive_sequence& s, const std::vector<unit>& units, const std::vector<sketch_run>& runs, std::byte* planes, std::int64_t length) {
+    auto& mem = pool_->budget();
+    const auto lists = cuda::list_sealed(units);
+    const auto image_bytes = cuda::sealed_image(lists, nullptr, 0, nullptr).size();
+    const auto image = mem.allocate(tier::host, kind::workspace, image_bytes);
+    std::memcpy(image.data(), cuda::sealed_image(lists, nullptr, 0, image.data()).data(), image_bytes);
+    std::vector<std::uint8_t*> targets;
+    for (std::size_t i = 0; i < units.size(); ++i) targets.push_back(reinterpret_cast<std::uint8_t*>(planes + i * layout_.sketch_block_bytes()));
+    const kernel_array<std::uint8_t*> sketches(mem, targets);
+    for (std::int32_t l = 0; l < static_cast<std::int32_t>(model_.layers.size()); ++l) {
+        if (!owns(l)) continue;
+        const auto m = metric(s, l, length);
+        for (const auto& r : runs) {
+            const auto begin = units[r.first].begin;
+            const auto n = units[r.last - 1].end() - begin;
+            const auto skip = begin == 0 ? static_cast<std::int32_t>(std::min<std::int64_t>(model_.sinks, n - 1)) : 0;
+            sealer_->refit_keys(places_->layers[static_cast<std::size_t>(l)], image.as<cuda::sequence_view>(), static_cast<std::int32_t>(r.first), static_cast<std::int32_t>(r.last - r.first), skip, m.data(),
+                                options_.metric_power, r.bases->device(), r.bases->host(), sketches.data() + r.first);
+        }
+    }
+    sealed();
+}
+
+}  // namespace sekv

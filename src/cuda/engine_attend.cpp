@@ -1,0 +1,189 @@
+// Attention on the CUDA engine: one launch sequence for adaptive steps, and passes over history for full resolution.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "src/cuda/engine_state.hpp"
+#include "src/cuda/sequence_tables.hpp"
+
+namespace sekv {
+
+// The queries enter the metric: by way of the rings, whose content is folded into the moments once in 64 positions, or at once when there are many.
+void cuda_engine::take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries) {
+    if (state_->shape(layer).windowed()) return;
+    const auto l = static_cast<std::size_t>(layer);
+    const bool many = t.how == resolution::full || std::any_of(items.begin(), items.end(), [](const item& i) { return i.tokens > cuda::ring_tokens; });
+    for (const auto& i : items) {
+        auto& own = i.record->own;
+        auto &begin = own.ring_begin[l], &end = own.ring_end[l];
+        const bool ready = !many && (begin == end || end == i.position) && i.position + i.tokens - (begin == end ? i.position : begin) <= cuda::ring_tokens;
+        if (!ready && state_->context.capturing()) throw state_error("Layer " + std::to_string(layer) + " was attended twice, or out of order, in a step that is being captured; capture one attend per layer.");
+        if (!ready) state_->coder.own(own);
+    }
+    for (const auto& i : items) {
+        auto& own = i.record->own;
+        auto &begin = own.ring_begin[l], &end = own.ring_end[l];
+        if (many) {
+            auto mine = queries;
+            mine.data = queries.row(i.row, 0);
+            mine.tokens = i.tokens;
+            state_->coder.observe(own, layer, mine);
+            begin = end = i.position + i.tokens;
+            continue;
+        }
+        if (begin != end && (end != i.position || i.position + i.tokens - begin > cuda::ring_tokens)) state_->coder.fold(own, layer);
+        if (begin == end) begin = i.position;
+        end = i.position + i.tokens;
+    }
+    t.attended[l] = 1;
+    if (!many) {
+        cuda::ring_queries({state_->layout(layer), static_cast<std::int32_t>(queries.tokens), cuda::ring_tokens, reinterpret_cast<const cuda::batch_entry*>(workspace), reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(queries)},
+                           state_->stream());
+    }
+}
+
+void cuda_engine::attend(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse) {
+    const cuda::device_guard guard(state_->context.device());
+    const auto q = stage_queries(queries);
+    const cuda::output to(out, lse, state_->budget);
+    if ((to.on_host() || q.copy.data() != nullptr) && state_->context.capturing()) throw invalid_argument("A captured attend takes queries, out and lse in device memory; some are in the host's.");
+    send(t, workspace, items);
+    take_queries(t, workspace, layer, items, q.view);
+    if (t.how == resolution::full) {
+        attend_full(t, workspace, layer, items, q.view, to);
+    } else {
+        attend_adaptive(t, workspace, layer, q.view, to);
+    }
+    if (!to.on_host()) return;
+    state_->land_counters();
+    state_->context.synchronize();
+    to.deliver();
+}
+
+void cuda_engine::attend_adaptive(const step_tables& t, std::byte* workspace, std::int32_t layer, const rows_view& queries, const cuda::output& to) const {
+    const auto* entries = reinterpret_cast<const cuda::batch_entry*>(workspace) + t.items.size();
+    const auto* rows = reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at) + queries.tokens;
+    for (const auto& x : t.windows) {
+        cuda::decode_step step;
+        step.layer = state_->layout(layer);
+        step.bounds = t.bounds;
+        step.bounds.rows = x.rows, step.bounds.items = x.entries;
+        step.items = entries + x.entry;
+        step.rows = rows + x.row;
+        step.queries = cuda::tensor(queries);
+        step.queries.data = queries.row(x.row, 0);
+        step.out = to.rows;
+        step.out.data += x.row * to.rows.token_stride;
+        step.lse = to.lse != nullptr ? to.lse + static_cast<std::int64_t>(x.row) * queries.heads : nullptr;
+        step.counters = state_->counters.as<cuda::zoom_counters>();
+        step.workspace = workspace + t.work_at;
+        cuda::attend_decode(step, state_->stream());
+    }
+}
+
+// One item's query tokens over its history, oldest first. What lies in exact pages on the device is read where it is; what is sealed is rebuilt into a strip, raw host pages are copied into one, while
+// kernels read the other.
+class cuda_engine::full_pass {
+public:
+    full_pass(const state& s, const step_tables& t, std::byte* workspace, std::int32_t layer, const item& i, const rows_view& queries, const cuda::prefill_state& into)
+        : state_(s), item_(i), layout_(s.layout(layer)), class_(s.class_of(layer)), blocks_(i.record->of(class_).blocks()), most_(t.strip_blocks),
+          strips_(s.context.memory().copies(), workspace + t.strips_at, t.strip_bytes, 2, s.stream()),
+          heads_{0, static_cast<std::uint64_t>(host::block_tokens) * static_cast<std::uint64_t>(layout_.key_size + layout_.value_size) * size_of(layout_.stored)},
+          page_(static_cast<std::size_t>(layout_.kv_heads) * heads_.stride), lists_(s.pinned((i.record->sealed.size() + blocks_.size()) * sizeof(cuda::exact_block))) {
+        step_ = {layout_, heads_, nullptr, 0, i.position, static_cast<std::int32_t>(i.tokens), static_cast<std::int32_t>(i.row), cuda::tensor(queries), into};
+    }
+
+    void run() {
+        const auto last = item_.position + item_.tokens - 1;
+        if (class_ == layer_class::whole) sealed_blocks(last);
+        state_.context.memory().copies().follow(state_.stream());
+        for (std::size_t first = 0; first < blocks_.size() && blocks_[first].begin <= last;) {
+            auto end = first + 1;
+            const auto where = blocks_[first].rows->where();
+            while (end < blocks_.size() && blocks_[end].begin <= last && blocks_[end].rows->where() == where && (where == tier::device || end - first < most_)) ++end;
+            const bool seen = layout_.window == 0 || blocks_[end - 1].end() > item_.position + 1 - layout_.window;
+            if (seen) where == tier::device ? in_place(first, end - first) : from_host(first, end - first);
+            first = end;
+        }
+    }
+
+private:
+    void sealed_blocks(std::int64_t last) {
+        const auto& units = item_.record->sealed;
+        std::size_t seen = 0;
+        while (seen < units.size() && units[seen].begin <= last) ++seen;
+        for (std::size_t first = 0; first < seen; first += most_) {
+            const auto n = std::min(most_, seen - first);
+            const auto slot = next_slot();
+            const auto stream = state_.stream();
+            auto* to = strips_.acquire(slot, &stream);
+            cuda::reconstruct_blocks({layout_, item_.record->own.tables.as<cuda::sequence_view>(), static_cast<std::int32_t>(first), static_cast<std::int32_t>(n), to, page_, heads_}, stream);
+            attend_strip(slot, to, n, [&](std::size_t i) { return std::pair{units[first + i].begin, units[first + i].count}; });
+        }
+    }
+
+    void from_host(std::size_t first, std::size_t n) {
+        const auto slot = next_slot();
+        auto* to = strips_.acquire(slot);
+        std::vector<cuda::page_range> pages;
+        for (std::size_t i = 0; i < n; ++i) pages.push_back({blocks_[first + i].rows->data() + layout_.exact_page.first, i * page_, page_});
+        strips_.prefetch(slot, pages);
+        attend_strip(slot, to, n, [&](std::size_t i) { return std::pair{blocks_[first + i].begin, blocks_[first + i].count}; });
+    }
+
+    template <class Range>
+    void attend_strip(std::size_t slot, std::byte* strip, std::size_t n, Range&& range) {
+        auto* list = lists_.as<cuda::exact_block>() + listed_;
+        for (std::size_t i = 0; i < n; ++i) {
+            const auto [begin, count] = range(i);
+            list[i] = {strip + i * page_, begin, count, 0};
+        }
+        listed_ += n;
+        strips_.ready(slot, state_.stream());
+        attend(heads_, list, n);
+        strips_.release(slot, state_.stream());
+    }
+
+    void in_place(std::size_t first, std::size_t n) {
+        cuda::sequence_view head;
+        std::memcpy(&head, item_.record->own.shadow.data(), sizeof head);
+        attend(layout_.exact_page, head.exact[static_cast<std::size_t>(class_)] + first, n);
+    }
+
+    void attend(const cuda::head_stride& page, const cuda::exact_block* blocks, std::size_t n) {
+        step_.page = page;
+        step_.blocks = blocks;
+        step_.block_count = static_cast<std::int32_t>(n);
+        cuda::prefill_attend(step_, state_.stream());
+    }
+
+    [[nodiscard]] std::size_t next_slot() noexcept { return slot_++ % 2; }
+
+    const state& state_;
+    const item& item_;
+    const cuda::layer_layout& layout_;
+    layer_class class_;
+    const std::vector<row_block>& blocks_;
+    std::size_t most_;
+    cuda::strip strips_;
+    cuda::head_stride heads_;
+    std::size_t page_;
+    buffer lists_;
+    std::size_t listed_ = 0, slot_ = 0;
+    cuda::prefill_step step_;
+};
+
+void cuda_engine::attend_full(const step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries, const cuda::output& to) const {
+    if (state_->context.capturing()) throw state_error("Attention at full resolution can't be captured in a graph: its launches follow the sequence's length.");
+    const auto& l = state_->layout(layer);
+    const auto heads = l.kv_heads * l.group;
+    const auto rows = queries.tokens;
+    auto* work = reinterpret_cast<float*>(workspace + t.work_at);
+    const auto row_state = (rows * heads + 63) / 64 * 64;  // so that the sums are aligned too
+    const cuda::prefill_state into{work, work + row_state, work + 2 * row_state};
+    cuda::prefill_begin(into, rows, heads, l.value_size, state_->stream());
+    for (const auto& i : items) full_pass(*state_, t, workspace, layer, i, queries, into).run();
+    cuda::prefill_end(into, rows, heads, l.value_size, to.rows, to.lse, state_->stream());
+}
+
+}  // namespace sekv

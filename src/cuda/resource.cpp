@@ -1,0 +1,73 @@
+#include "src/cuda/resource.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+namespace sekv::cuda {
+
+cuda_resource::cuda_resource(cudaStream_t compute, const resource_options& options)
+    : pool_(options.device), arena_(options.host), copies_(arena_, options.copies), streams_{copies_.copy_stream(), compute} {}
+
+void cuda_resource::use(cudaStream_t s) {
+    if (s == stream()) return;
+    const auto place = static_cast<std::size_t>(std::find(streams_.begin(), streams_.end(), s) - streams_.begin());
+    streams_.reserve(streams_.size() + 1);
+    edge_.record(stream());
+    edge_.order(s);
+    if (place == streams_.size()) streams_.push_back(s);
+    current_ = place;
+}
+
+void cuda_resource::forget(cudaStream_t s) {
+    const auto known = std::find(streams_.begin() + 1, streams_.end(), s);
+    if (known == streams_.end()) return;
+    if (s == stream()) throw state_error("The stream to forget is the one in use; call use with another stream first.");
+    pool_.forget(s);
+    arena_.forget(s);
+    const auto present = stream();
+    streams_.erase(known);
+    current_ = static_cast<std::size_t>(std::find(streams_.begin(), streams_.end(), present) - streams_.begin());
+}
+
+void cuda_resource::synchronize() {
+    for (const auto s : streams_) check(cudaStreamSynchronize(s), "cudaStreamSynchronize");
+}
+
+void* cuda_resource::allocate(tier t, std::size_t bytes, std::size_t alignment) {
+    if (alignment > range_alignment)
+        throw invalid_argument("CUDA memory is given at multiples of " + std::to_string(range_alignment) + " bytes, which can't serve an alignment of " + std::to_string(alignment) + " bytes; ask for less.");
+    if (t == tier::device) return pool_.allocate(bytes, stream());
+    fresh_ = arena_.allocate(bytes);
+    return const_cast<void*>(fresh_);
+}
+
+void cuda_resource::deallocate(tier t, void* p, std::size_t, std::size_t) noexcept {
+    if (p == fresh_) fresh_ = nullptr;
+    if (t == tier::device)
+        pool_.free(static_cast<std::byte*>(p), streams_);
+    else
+        arena_.free(static_cast<std::byte*>(p), streams_);
+}
+
+void cuda_resource::zero(tier t, void* p, std::size_t bytes) {
+    if (t == tier::device) return copies_.zero(p, bytes, stream());
+    if (p != fresh_) synchronize();
+    fresh_ = nullptr;
+    std::memset(p, 0, bytes);
+}
+
+void cuda_resource::copy(void* to, tier to_tier, const void* from, tier from_tier, std::size_t bytes) { copy_rows(to, to_tier, bytes, from, from_tier, bytes, bytes, 1); }
+
+void cuda_resource::copy_rows(void* to, tier to_tier, std::size_t to_pitch, const void* from, tier from_tier, std::size_t from_pitch, std::size_t width, std::size_t rows) {
+    if (width == 0 || rows == 0) return;
+    fresh_ = nullptr;
+    if (to_tier == tier::host && from_tier == tier::host) {
+        synchronize();
+        for (std::size_t row = 0; row < rows; ++row) std::memcpy(static_cast<std::byte*>(to) + row * to_pitch, static_cast<const std::byte*>(from) + row * from_pitch, width);
+        return;
+    }
+    const auto d = from_tier == tier::host ? direction::to_device : to_tier == tier::host ? direction::to_host : direction::on_device;
+    copies_.copy(d, {to, from, width, rows, to_pitch, from_pitch}, stream(), lane::in_line);
+}
+
+}  // namespace sekv::cuda

@@ -1,0 +1,32 @@
+# Arguments: CXX, SOURCE, LIBRARY (libsekv.a), NM, EIGEN (its include directory), WORK. What is built without CUDA asks for nothing of it: no public header and no source of the host library includes a CUDA header, and the
+# library calls no CUDA function.
+cmake_minimum_required(VERSION 3.25)
+
+set(cuda_header "/(cuda[A-Za-z0-9_]*|cublas[A-Za-z0-9_]*|cusolver[A-Za-z0-9_]*|driver_types|vector_types|host_defines)\\.h[ \n]")
+
+file(GLOB_RECURSE headers RELATIVE ${SOURCE}/include ${SOURCE}/include/sekv/*.hpp)
+set(unit "")
+foreach(header IN LISTS headers)
+    string(APPEND unit "#include \"${header}\"\n")
+endforeach()
+file(WRITE ${WORK}/all_headers.cpp "${unit}")
+file(GLOB sources ${SOURCE}/src/*.cpp)
+foreach(file IN ITEMS ${WORK}/all_headers.cpp ${sources})
+    execute_process(COMMAND ${CXX} -std=c++20 -M -I${SOURCE}/include -I${SOURCE} -isystem ${EIGEN} ${file} RESULT_VARIABLE failed OUTPUT_VARIABLE included ERROR_VARIABLE message)
+    if(failed)
+        message(FATAL_ERROR "${file}: ${message}")
+    endif()
+    if("${included} " MATCHES "${cuda_header}")
+        message(FATAL_ERROR "${file} includes a CUDA header: ${CMAKE_MATCH_0}")
+    endif()
+endforeach()
+
+execute_process(COMMAND ${NM} --undefined-only ${LIBRARY} RESULT_VARIABLE failed OUTPUT_VARIABLE symbols ERROR_VARIABLE message)
+if(failed)
+    message(FATAL_ERROR "${NM} ${LIBRARY}: ${message}")
+endif()
+if(symbols MATCHES " U (cuda[A-Z][A-Za-z0-9_]*|cublas[A-Z][A-Za-z0-9_]*|cusolver[A-Z][A-Za-z0-9_]*)")
+    message(FATAL_ERROR "The host library calls ${CMAKE_MATCH_1}.")
+endif()
+list(LENGTH headers count)
+message("${count} headers and the host library are free of CUDA")
