@@ -1,4 +1,5 @@
 // Second moments of queries, decayed by position: src/metric.cpp is the reference.
+#include <algorithm>
 #include <cmath>
 
 #include "kernels/device.cuh"
@@ -79,12 +80,24 @@ __global__ void __launch_bounds__(threads) add_moments(moment_step step, double 
     *to = float4{faded * before.x + total.x, faded * before.y + total.y, faded * before.z + total.z, faded * before.w + total.w};
 }
 
+// Grid-stride: enough threads to keep PCIe busy.
+__global__ void __launch_bounds__(threads) copy_kernel(float4* to, const float4* from, std::int64_t count) {
+    const auto step = static_cast<std::int64_t>(gridDim.x) * threads;
+    for (std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * threads + threadIdx.x; i < count; i += step) to[i] = from[i];
+}
+
 }  // namespace
 
 void add_queries(const moment_step& step, stream s) {
     const auto tiles = static_cast<unsigned>((step.layer.key_size + tile - 1) / tile);
     const auto faded = static_cast<float>(std::pow(step.decay, static_cast<double>(step.tokens)));
     launch("add_moments", s, dim3(tiles * tiles, static_cast<unsigned>(step.layer.kv_heads)), dim3(threads), sizeof(moment_shared), &add_moments, step, std::log2(step.decay), faded);
+}
+
+void copy_floats(float* to, const float* from, std::int64_t count, stream s) {
+    const auto vectors = count / 4;
+    const auto blocks = std::min<std::int64_t>((vectors + threads - 1) / threads, 256);
+    launch("copy_floats", s, dim3(static_cast<unsigned>(blocks)), dim3(threads), 0, &copy_kernel, reinterpret_cast<float4*>(to), reinterpret_cast<const float4*>(from), vectors);
 }
 
 }  // namespace sekv::cuda

@@ -40,7 +40,9 @@ __global__ void __launch_bounds__(prefill_threads) prefill_kernel(prefill_step s
     while (next >= 0) {
         cp_async_wait<0>();
         __syncthreads();  // the keys are there, and the values' buffer is free
-        copy_values<T, size>(shared, block.rows + head, step.layer, block.count);
+        // Past the tile's last position too: rows there may be left of a step that was taken back, and not finite.
+        const std::int64_t seen = tile.end - block.begin;
+        copy_values<T, size>(shared, block.rows + head, step.layer, seen < block.count ? static_cast<std::int32_t>(seen) : block.count);
         if constexpr (size <= 128) {
             if (first) {
 #pragma unroll

@@ -94,7 +94,7 @@ __device__ __forceinline__ void copy_keys(prefill_shared<T, size>& shared, const
     cp_async_commit();
 }
 
-/// Starts the copy of a page's values; rows past the block's count are zeros, since 0 times what lies there may be NaN.
+/// Starts the copy of a page's values; rows from `count` on are zeros, since 0 times what lies there may be NaN.
 template <class T, int size>
 __device__ __forceinline__ void copy_values(prefill_shared<T, size>& shared, const std::byte* page, const layer_layout& layer, std::int32_t count) {
     const std::byte* rows = page + layer.key_size * block_tokens * 2;

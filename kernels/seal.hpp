@@ -36,6 +36,8 @@ public:
     ~sealer();
     sealer(const sealer&) = delete;
     sealer& operator=(const sealer&) = delete;
+    /// What follows is enqueued on s, which the caller has ordered behind the stream before.
+    void use(stream s);
 
     /// Fits the layer's statistics on rows and fills both device buffers and the encoder (pinned host): everything that the host's fit_epoch sets (src/progressive_seal.cpp), to the rounding of fp32.
     /// metric: [kv_heads, dk, dk] doubles on the host, M' of each head; power: of W = (M' / mean eigenvalue)^(power/2). Reads the keys twice and the values three times, and some samples again.
@@ -65,5 +67,8 @@ struct moment_step {
     float scale = 1;
 };
 void add_queries(const moment_step& step, stream s);
+
+/// to[i] = from[i] for `count` floats, a multiple of 4; pinned host memory is meant.
+void copy_floats(float* to, const float* from, std::int64_t count, stream s);
 
 }  // namespace sekv::cuda

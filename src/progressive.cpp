@@ -104,10 +104,12 @@ demand progressive_books::seal_bytes(const progressive_sequence& s, token_range 
             n * (layout_.line_block_bytes() + exact_block_bytes_) + fits * layout_.key_host_bytes() + spare * layout_.key_host_bytes()};
 }
 
+void progressive_books::copy_moments(const page& from, page& to) { pool_->budget().resource().copy(to.data(), tier::host, from.data(), tier::host, layout_.moment_bytes()); }
+
 void progressive_books::own_moments(progressive_sequence& s) {
     if (s.moments.use_count() == 1) return;
     auto own = pool_->make(tier::host, kind::statistics, layout_.moment_bytes());
-    pool_->budget().resource().copy(own->data(), tier::host, s.moments->data(), tier::host, layout_.moment_bytes());
+    copy_moments(*s.moments, *own);
     s.moments = std::move(own);
 }
 
@@ -145,13 +147,16 @@ bool progressive_books::advance_books(progressive_sequence& s, std::vector<unit>
         s.snapshots.push_back({length, s.moments, s.samples});
         if (s.snapshots.size() > kept_snapshots) s.snapshots.erase(s.snapshots.begin());
     }
-    const auto h = options_.horizon;
-    if (h == 0 || units.empty() || length < s.sketched_at + h) return false;
-    std::uint64_t epochs = 1;
-    for (std::size_t i = 1; i < units.size(); ++i) epochs += units[i].payload.statistics != units[i - 1].payload.statistics ? 1 : 0;
-    if (epochs * layout_.key_device_bytes() > device_room) return false;
+    if (!sketches_due(s, units, length, device_room)) return false;
     resketch(s, units, length);
     return true;
+}
+
+bool progressive_books::sketches_due(const progressive_sequence& s, const std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) const noexcept {
+    if (options_.horizon == 0 || units.empty() || length < s.sketched_at + options_.horizon) return false;
+    std::uint64_t epochs = 1;
+    for (std::size_t i = 1; i < units.size(); ++i) epochs += units[i].payload.statistics != units[i - 1].payload.statistics ? 1 : 0;
+    return epochs * layout_.key_device_bytes() <= device_room;
 }
 
 std::vector<double> progressive_books::metric_of(const progressive_sequence& s, std::int32_t layer, std::int32_t head, std::int64_t length) const {

@@ -23,7 +23,7 @@ namespace sekv {
 /// A resolution-adaptive, tiered KV cache for many sequences of one model.
 ///
 /// Scalar: how exact rows are stored. Backend: where memory lives and work runs. Codec: what sealed tokens become.
-/// One thread at a time may call a cache; calls parallelise inside, over the backend's executor, and return when their work is done.
+/// One thread at a time may call a cache; calls parallelise inside, over the backend's executor, and return when their work is done (a device backend's when it is enqueued: see cuda_backend).
 /// Every function throws errors of sekv::error only, and a call that throws leaves each sequence's content as it was, unless said otherwise.
 ///
 /// A step: reserve, then for each layer append and attend, then observe. A prompt: attend with resolution::full, then end_prefill.

@@ -83,9 +83,10 @@ std::int64_t basic_cache<S, B, C>::length(sequence s) const {
 
 template <scalar S, backend B, codec C>
 sequence basic_cache<S, B, C>::fork(sequence s, std::int64_t length) {
-    const auto& r = at(s);
+    auto& r = at(s);
     const auto all = settled_length(r, "fork");
     if (length < -1 || length > all) throw invalid_argument("fork takes a length of 0 to " + std::to_string(all) + " tokens (or -1 for all), not " + std::to_string(length) + ".");
+    engine_.follow(r);
     auto child = std::make_unique<record>(residency_.fork(r, length < 0 ? all : length));
     engine_.restart_novelty(*child);
     return admit(std::move(child));
@@ -96,6 +97,7 @@ void basic_cache<S, B, C>::truncate(sequence s, std::int64_t length) {
     auto& r = at(s);
     const auto all = residency_.least_length(r);
     if (length < 0 || length > all) throw invalid_argument("truncate takes a length of 0 to " + std::to_string(all) + " tokens, not " + std::to_string(length) + ".");
+    engine_.follow(r);
     residency_.truncate(r, length);
     engine_.restart_novelty(r);
 }
@@ -122,6 +124,8 @@ void basic_cache<S, B, C>::reserve(sequence s, std::int64_t tokens) {
     const auto length = settled_length(r, "reserve");
     if (tokens < 0 || tokens > r.capacity - length)
         throw invalid_argument("Can't reserve " + std::to_string(tokens) + " tokens after " + std::to_string(length) + ": the sequence was opened for " + std::to_string(r.capacity) + ".");
+    engine_.check();
+    engine_.follow(r);
     residency_.reserve(r, length, tokens);
     engine_.settle(r);
 }
@@ -148,8 +152,8 @@ void basic_cache<S, B, C>::append(sequence s, std::int32_t layer, const rows_vie
         reserve(s, keys.tokens);
     }
     const step_item<C> item{&r, keys.tokens, length, 0};
-    if (queries != nullptr) engine_.observe(item, layer, *queries);
     engine_.write({&item, 1}, layer, k, v);
+    if (queries != nullptr) engine_.observe(item, layer, *queries);  // last of what can fail: the rows count from here on, and a call made again must not count queries twice
     length += keys.tokens;
     if (r.novelty && layer == residency_.novelty_layer()) engine_.follow_novelty(r, layer, k, 0, keys.tokens);
 }
@@ -249,6 +253,8 @@ template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::end_prefill(sequence s) {
     auto& r = at(s);
     const auto length = settled_length(r, "end_prefill");
+    engine_.check();
+    engine_.follow(r);
     own_plan_ = plan();  // a prompt chunk's workspace is wider than a decode step's
     residency_.end_prefill(r, length);
     engine_.settle(r);

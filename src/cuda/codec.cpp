@@ -1,8 +1,10 @@
 // The CUDA codec's sequences and their query metric: what sealing needs beside the books.
 #include <algorithm>
 #include <cmath>
+#include <limits>
 
 #include "kernels/line_cache.hpp"
+#include "kernels/rows.hpp"
 #include "kernels/seal.hpp"
 #include "sekv/attend/cuda_codec.hpp"
 #include "src/cuda/context.hpp"
@@ -30,11 +32,12 @@ cuda::seal_shape shape_of(const cuda::cache_layout& places) {
 
 cuda_progressive_codec::cuda_progressive_codec(const model_shape& model, const options& o, dtype stored, block_pool& pool, cuda_backend& where)
     : progressive_books(model, o, checked_type(stored), pool), where_(where), places_(std::make_unique<cuda::cache_layout>(model_, options_, stored)) {
+    flags_ = pool.budget().allocate(tier::host, kind::workspace, sizeof(cuda::append_flags));
     if (layout_.heads() == 0) return;
     const auto shape = shape_of(*places_);
     seal_workspace_ = pool.budget().allocate(tier::device, kind::workspace, cuda::seal_workspace_bytes(shape));
-    seal_stream_ = where_.stream();
-    sealer_ = std::make_unique<cuda::sealer>(shape, seal_workspace_.data(), seal_stream_);
+    const cuda::device_guard guard(where_.context().device());
+    sealer_ = std::make_unique<cuda::sealer>(shape, seal_workspace_.data(), where_.stream());
 }
 
 cuda_progressive_codec::~cuda_progressive_codec() = default;
@@ -57,6 +60,7 @@ cuda_progressive_codec::sequence cuda_progressive_codec::fork(const sequence& fr
     if (places_->ring_bytes > 0) pool_->budget().resource().copy(s.ring.data(), tier::device, from.ring.data(), tier::device, places_->ring_bytes);
     s.tables = pool_->budget().allocate(tier::device, kind::tables, from.tables.size());
     truncate(s, length);
+    s.stale_lines = std::numeric_limits<std::int64_t>::max();  // a fork's line cache starts empty
     return s;
 }
 
@@ -66,11 +70,14 @@ void cuda_progressive_codec::truncate(sequence& s, std::int64_t length) noexcept
         s.ring_begin[l] = std::min(s.ring_begin[l], length);
     }
     truncate_books(s, length);
-    if (options_.line_slots == 0 || layout_.heads() == 0) return;
-    try {
-        cuda::invalidate_lines(s.cache.data(), {layout_.heads(), options_.line_slots, widest_line_}, length, where_.stream());
-    } catch (const error&) {  // only a lost context refuses a launch, and it refuses every later one too
-    }
+    s.stale_lines = std::min(s.stale_lines, length);
+}
+
+void cuda_progressive_codec::forget_lines(sequence& s) {
+    constexpr auto none = std::numeric_limits<std::int64_t>::max();
+    if (s.stale_lines == none) return;
+    if (options_.line_slots > 0 && layout_.heads() > 0) cuda::invalidate_lines(s.cache.data(), {layout_.heads(), options_.line_slots, widest_line_}, s.stale_lines, where_.stream());
+    s.stale_lines = none;
 }
 
 usage cuda_progressive_codec::sequence_usage(const sequence& s, const std::vector<unit>& units) const {
@@ -121,17 +128,30 @@ void cuda_progressive_codec::fold(sequence& s, std::int32_t layer) {
 
 bool cuda_progressive_codec::advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) {
     const bool snapshot = length > 0 && (s.snapshots.empty() || length >= s.snapshots.back().length + host::block_tokens);
-    const bool stale = options_.horizon > 0 && !units.empty() && length >= s.sketched_at + options_.horizon;
+    const bool stale = sketches_due(s, units, length, device_room);
+    const cuda::device_guard guard(where_.context().device());
     if (snapshot || stale) fold(s);
     if (stale) where_.synchronize();  // the host reads the moments
     return advance_books(s, units, length, device_room);
 }
 
 std::vector<cuda_progressive_codec::unit> cuda_progressive_codec::seal(sequence& s, const std::vector<unit>& before, const seal_request& request) {
+    const cuda::device_guard guard(where_.context().device());
     fold(s);
     where_.synchronize();
+    check_flags();  // all appended rows have been seen now: none that isn't finite is sealed
     return progressive_books::seal(s, before, request);
 }
+
+void cuda_progressive_codec::check_flags() {
+    auto* flags = flags_.as<volatile cuda::append_flags>();
+    if (flags->not_finite == 0) return;
+    flags->not_finite = 0;
+    throw invalid_argument("Keys or values that were appended from device memory are not finite, or leave the range of the stored type; truncate the sequences of that step to their lengths before it, or close them.");
+}
+
+// By a kernel, in order with the others: a copy between two host ranges would stop the device.
+void cuda_progressive_codec::copy_moments(const page& from, page& to) { cuda::copy_floats(to.as<float>(), from.as<float>(), static_cast<std::int64_t>(layout_.moment_bytes() / sizeof(float)), where_.stream()); }
 
 std::vector<double> cuda_progressive_codec::metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const {
     std::vector<double> all;

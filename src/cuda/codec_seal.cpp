@@ -63,12 +63,8 @@ cuda::seal_rows rows_of(const std::vector<cuda::exact_block>& blocks, const cuda
 
 }  // namespace
 
-// The sealer's stream is the one that the backend had at first; what is enqueued on another waits for it here.
-void cuda_progressive_codec::sealed() {
-    if (where_.stream() != seal_stream_) where_.synchronize();
-}
-
 void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) {
+    sealer_->use(where_.stream());
     auto& mem = pool_->budget();
     for (std::size_t i = 0; i < epochs.size(); ++i) {
         auto& e = *epochs[i];
@@ -87,10 +83,10 @@ void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const
             sealer_->encode(layer, rows, e.device(), e.keys->device(), e.keys->host(), e.keys->device(), e.keys->host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
         }
     }
-    sealed();
 }
 
 void cuda_progressive_codec::encode_units(std::vector<unit>& units, const seal_request& request) {
+    sealer_->use(where_.stream());
     auto& mem = pool_->budget();
     std::vector<const unit*> all;
     for (const auto& u : units) all.push_back(&u);
@@ -105,11 +101,11 @@ void cuda_progressive_codec::encode_units(std::vector<unit>& units, const seal_r
         if (!owns(l)) continue;
         sealer_->encode(places_->layers[static_cast<std::size_t>(l)], rows, e.device(), e.keys->device(), e.keys->host(), keys.device(), keys.host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
     }
-    sealed();
 }
 
 // The rows are rebuilt as exact pages in pinned memory, one layer at a time, and fitted like rows that were never sealed.
 void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e, const std::vector<unit>& units, token_range range, std::int64_t length) {
+    sealer_->use(where_.stream());
     auto& mem = pool_->budget();
     std::vector<unit> decoded;
     for (const auto& u : units) {
@@ -133,10 +129,10 @@ void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e
         const kernel_array<cuda::exact_block> kernel_blocks(mem, blocks);
         sealer_->fit_epoch(layer, rows_of(blocks, kernel_blocks.data(), model_.sinks), metric(s, l, length).data(), options_.metric_power, e.keys->device(), e.device(), e.keys->host());
     }
-    sealed();
 }
 
 void cuda_progressive_codec::sketch_anew(const progressive_sequence& s, const std::vector<unit>& units, const std::vector<sketch_run>& runs, std::byte* planes, std::int64_t length) {
+    sealer_->use(where_.stream());
     auto& mem = pool_->budget();
     const auto lists = cuda::list_sealed(units);
     const auto image_bytes = cuda::sealed_image(lists, nullptr, 0, nullptr).size();
@@ -156,7 +152,6 @@ void cuda_progressive_codec::sketch_anew(const progressive_sequence& s, const st
                                 options_.metric_power, r.bases->device(), r.bases->host(), sketches.data() + r.first);
         }
     }
-    sealed();
 }
 
 }  // namespace sekv

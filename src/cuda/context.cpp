@@ -54,6 +54,8 @@ void context::synchronize() {
 bool on_device(const void* p) {
     cudaPointerAttributes a{};
     check(cudaPointerGetAttributes(&a, p), "cudaPointerGetAttributes");
+    if (a.type == cudaMemoryTypeDevice && a.device != current_device())
+        throw invalid_argument("A tensor lies on CUDA device " + std::to_string(a.device) + ", but the cache is on device " + std::to_string(current_device()) + "; copy it there.");
     return a.type == cudaMemoryTypeDevice || a.type == cudaMemoryTypeManaged;
 }
 

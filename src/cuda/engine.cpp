@@ -15,7 +15,7 @@ cuda_engine::cuda_engine(const model_shape& model, cuda_backend& where, block_po
     auto& mem = pool.budget();
     const cuda::device_guard guard(where.context().device());
     state_ = std::make_unique<state>(state{model, where, where.context(), mem, coder, coder.places(), stored, mem.allocate(tier::device, kind::workspace, sizeof(cuda::zoom_counters)),
-                                           mem.allocate(tier::host, kind::workspace, sizeof(cuda::zoom_counters)), mem.allocate(tier::host, kind::workspace, sizeof(cuda::append_flags))});
+                                           mem.allocate(tier::host, kind::workspace, sizeof(cuda::zoom_counters))});
     for (const auto& l : model.layers) {
         if (l.group > cuda::most_group) throw unsupported("The CUDA backend takes GQA groups of 1 to " + std::to_string(cuda::most_group) + " query heads per KV head, not " + std::to_string(l.group) + ".");
     }
@@ -28,6 +28,7 @@ void cuda_engine::settle(record& r) const {
     if (own.sent == r.version) return;
     const cuda::device_guard guard(state_->context.device());
     if (state_->context.capturing()) throw state_error("A sequence changed since begin_step while the stream is being captured; call begin_step before the capture begins.");
+    state_->coder.forget_lines(own);
     const auto slots = state_->coder.settings().line_slots;
     auto image = cuda::table_image(r, slots, own.tables.data());
     if (image.size() > own.tables.size()) {
@@ -89,7 +90,9 @@ auto cuda_engine::size(std::span<const batch_item> items, std::int64_t tokens, s
     for (const auto& x : t->windows) b.rows = std::max(b.rows, x.rows), b.items = std::max(b.items, x.entries);
     b.tau = o.tau, b.largest_of_group = o.rule == zoom_rule::max, b.cap = o.cap;
     for (const auto* r : records) {
-        if (r != nullptr) widen(b, *r, longest);
+        if (r == nullptr) continue;
+        settle(const_cast<record&>(*r));  // counts the runs that bounds are made of; the record's content doesn't change
+        widen(b, *r, longest);
     }
     if (records.empty()) widen_to(b, longest, o);
     b.key_bases = b.epochs;
@@ -117,7 +120,7 @@ auto cuda_engine::size(std::span<const batch_item> items, std::int64_t tokens, s
 std::size_t cuda_engine::bytes_of(const step_tables& t) noexcept { return t.bytes; }
 
 bool cuda_engine::covers(const step_tables& t, const record& r) noexcept {
-    if (t.how == resolution::full) return true;
+    if (t.how == resolution::full || r.own.sent != r.version) return true;  // settled first, and asked again, before anything is launched
     for (const auto& list : r.rows) {
         if (static_cast<std::int64_t>(list.blocks().size()) > t.bounds.exact_blocks) return false;
     }
@@ -150,6 +153,7 @@ void cuda_engine::send(step_tables& t, std::byte* workspace, std::span<const ite
         cuda::batch_entry e{nullptr, 0, static_cast<std::int32_t>(i.tokens), row};
         if (next != items.end() && next->row == row) {
             settle(*next->record);
+            if (!covers(t, *next->record)) throw state_error("The plan's launch shapes no longer cover a sequence of " + std::to_string(next->record->scored_tokens()) + " tokens; make a new plan, and capture anew what was captured with this one.");
             e.sequence = next->record->own.tables.as<cuda::sequence_view>();
             e.position = next->position;
             ++next;
@@ -190,7 +194,10 @@ void cuda_engine::begin_step(step_tables& t, std::byte* workspace, const std::ve
     for (const auto& i : items) {
         auto& own = i.record->own;
         bool full = false;
-        for (std::size_t l = 0; l < own.ring_end.size(); ++l) full = full || own.ring_end[l] != i.position || i.position + i.tokens - own.ring_begin[l] > cuda::ring_tokens;
+        for (std::size_t l = 0; l < own.ring_end.size(); ++l) {
+            if (state_->shape(static_cast<std::int32_t>(l)).windowed()) continue;  // no ring of theirs is ever filled
+            full = full || own.ring_end[l] != i.position || i.position + i.tokens - own.ring_begin[l] > cuda::ring_tokens;
+        }
         if (!full) continue;
         state_->coder.own(own);
         state_->coder.fold(own);
@@ -209,12 +216,7 @@ void cuda_engine::replayed(step_tables& t, const std::vector<item>& items) {
     }
 }
 
-void cuda_engine::check_deferred() {
-    auto* flags = state_->flags.as<volatile cuda::append_flags>();
-    if (flags->not_finite == 0) return;
-    flags->not_finite = 0;
-    throw invalid_argument("Keys or values that were appended from device memory are not finite, or leave the range of the stored type; truncate the sequences of that step to their lengths before it, or close them.");
-}
+void cuda_engine::check_deferred() { state_->coder.check_flags(); }
 
 void cuda_engine::collect(zoom_metrics& zooms) const {
     cuda::zoom_counters c;

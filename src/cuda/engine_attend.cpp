@@ -8,18 +8,31 @@
 
 namespace sekv {
 
-// The queries enter the metric: by way of the rings, whose content is folded into the moments once in 64 positions, or at once when there are many.
-void cuda_engine::take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries) {
+// Whether a step's queries pass the rings by and enter the moments at once.
+bool cuda_engine::takes_many(const step_tables& t, std::span<const item> items) noexcept {
+    return t.how == resolution::full || std::any_of(items.begin(), items.end(), [](const item& i) { return i.tokens > cuda::ring_tokens; });
+}
+
+// What of take_queries may be refused, so that nothing has changed then.
+void cuda_engine::ready_metric(const step_tables& t, std::int32_t layer, std::span<const item> items) {
     if (state_->shape(layer).windowed()) return;
     const auto l = static_cast<std::size_t>(layer);
-    const bool many = t.how == resolution::full || std::any_of(items.begin(), items.end(), [](const item& i) { return i.tokens > cuda::ring_tokens; });
+    const bool many = takes_many(t, items);
     for (const auto& i : items) {
         auto& own = i.record->own;
-        auto &begin = own.ring_begin[l], &end = own.ring_end[l];
+        const auto begin = own.ring_begin[l], end = own.ring_end[l];
         const bool ready = !many && (begin == end || end == i.position) && i.position + i.tokens - (begin == end ? i.position : begin) <= cuda::ring_tokens;
         if (!ready && state_->context.capturing()) throw state_error("Layer " + std::to_string(layer) + " was attended twice, or out of order, in a step that is being captured; capture one attend per layer.");
         if (!ready) state_->coder.own(own);
     }
+}
+
+// The queries enter the metric: by way of the rings, whose content is folded into the moments once in 64 positions, or at once when there are many. Last in a call: what fails before may be called again
+// without their counting twice.
+void cuda_engine::take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries) {
+    if (state_->shape(layer).windowed()) return;
+    const auto l = static_cast<std::size_t>(layer);
+    const bool many = takes_many(t, items);
     for (const auto& i : items) {
         auto& own = i.record->own;
         auto &begin = own.ring_begin[l], &end = own.ring_end[l];
@@ -29,33 +42,45 @@ void cuda_engine::take_queries(step_tables& t, std::byte* workspace, std::int32_
             mine.tokens = i.tokens;
             state_->coder.observe(own, layer, mine);
             begin = end = i.position + i.tokens;
-            continue;
+        } else if (begin != end && (end != i.position || i.position + i.tokens - begin > cuda::ring_tokens)) {
+            state_->coder.fold(own, layer);
         }
-        if (begin != end && (end != i.position || i.position + i.tokens - begin > cuda::ring_tokens)) state_->coder.fold(own, layer);
-        if (begin == end) begin = i.position;
-        end = i.position + i.tokens;
     }
     t.attended[l] = 1;
-    if (!many) {
-        cuda::ring_queries({state_->layout(layer), static_cast<std::int32_t>(queries.tokens), cuda::ring_tokens, reinterpret_cast<const cuda::batch_entry*>(workspace), reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(queries)},
-                           state_->stream());
+    if (many) return;
+    cuda::ring_queries({state_->layout(layer), static_cast<std::int32_t>(queries.tokens), cuda::ring_tokens, reinterpret_cast<const cuda::batch_entry*>(workspace), reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(queries)},
+                       state_->stream());
+    for (const auto& i : items) {
+        auto &begin = i.record->own.ring_begin[l], &end = i.record->own.ring_end[l];
+        if (begin == end) begin = i.position;
+        end = i.position + i.tokens;
     }
 }
 
 void cuda_engine::attend(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse) {
     const cuda::device_guard guard(state_->context.device());
+    if (state_->context.capturing()) {
+        if (t.how == resolution::full) throw state_error("Attention at full resolution can't be captured in a graph: its launches follow the sequence's length.");
+        if (!cuda::on_device(queries.data) || !cuda::on_device(out.data) || (lse != nullptr && !cuda::on_device(lse)))
+            throw invalid_argument("A captured attend takes queries, out and lse in device memory; some are in the host's.");
+    }
     const auto q = stage_queries(queries);
     const cuda::output to(out, lse, state_->budget);
-    if ((to.on_host() || q.copy.data() != nullptr) && state_->context.capturing()) throw invalid_argument("A captured attend takes queries, out and lse in device memory; some are in the host's.");
     send(t, workspace, items);
-    take_queries(t, workspace, layer, items, q.view);
+    ready_metric(t, layer, items);
     if (t.how == resolution::full) {
         attend_full(t, workspace, layer, items, q.view, to);
     } else {
-        attend_adaptive(t, workspace, layer, q.view, to);
+        try {
+            attend_adaptive(t, workspace, layer, q.view, to);
+        } catch (...) {  // line caches may name lines that a launch which was refused should have brought
+            for (const auto& i : items) i.record->own.stale_lines = 0, i.record->own.sent = ~std::uint64_t{0};
+            throw;
+        }
     }
+    if (to.on_host()) state_->land_counters();
+    take_queries(t, workspace, layer, items, q.view);
     if (!to.on_host()) return;
-    state_->land_counters();
     state_->context.synchronize();
     to.deliver();
 }
@@ -174,7 +199,6 @@ private:
 };
 
 void cuda_engine::attend_full(const step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries, const cuda::output& to) const {
-    if (state_->context.capturing()) throw state_error("Attention at full resolution can't be captured in a graph: its launches follow the sequence's length.");
     const auto& l = state_->layout(layer);
     const auto heads = l.kv_heads * l.group;
     const auto rows = queries.tokens;

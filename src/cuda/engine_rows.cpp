@@ -66,6 +66,7 @@ rows_view contiguous(const void* data, dtype type, const rows_view& like) { retu
 
 auto cuda_engine::stage(const char* what, const rows_view& v) const -> staged {
     if (v.tokens == 0 || cuda::on_device(v.data)) return {v, {}};
+    if (state_->context.capturing()) throw invalid_argument(std::string(what) + " lie in host memory; a captured append takes device memory.");
     staged out;
     out.copy = state_->pinned(static_cast<std::size_t>(v.tokens * v.heads * v.size) * size_of(state_->stored));
     const auto refuse = [&](std::int64_t t, std::int32_t h) {
@@ -101,7 +102,7 @@ void cuda_engine::write(std::span<const item> items, std::int32_t layer, const s
     std::memcpy(tables.data(), entries.data(), entries.size() * sizeof(cuda::batch_entry));
     std::memcpy(tables.data() + head, rows.data(), rows.size() * sizeof(cuda::batch_row));
     cuda::append_rows({state_->layout(layer), state_->shape(layer).windowed() ? 1 : 0, static_cast<std::int32_t>(rows.size()), tables.as<cuda::batch_entry>(), tables.as<cuda::batch_row>(head), cuda::tensor(keys.view),
-                       cuda::tensor(values.view), state_->flags.as<cuda::append_flags>()},
+                       cuda::tensor(values.view), reinterpret_cast<cuda::append_flags*>(state_->coder.flags())},
                       state_->stream());
 }
 
@@ -109,7 +110,7 @@ void cuda_engine::write(step_tables& t, std::byte* workspace, std::span<const it
     const cuda::device_guard guard(state_->context.device());
     send(t, workspace, items);
     cuda::append_rows({state_->layout(layer), state_->shape(layer).windowed() ? 1 : 0, static_cast<std::int32_t>(keys.view.tokens), reinterpret_cast<const cuda::batch_entry*>(workspace),
-                       reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(keys.view), cuda::tensor(values.view), state_->flags.as<cuda::append_flags>()},
+                       reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(keys.view), cuda::tensor(values.view), reinterpret_cast<cuda::append_flags*>(state_->coder.flags())},
                       state_->stream());
 }
 

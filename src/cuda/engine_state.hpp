@@ -48,7 +48,6 @@ struct cuda_engine::state {
     dtype stored;
     buffer counters;         ///< device zoom_counters
     buffer counters_landed;  ///< pinned copy of them, as of some earlier point of the stream
-    buffer flags;            ///< pinned append_flags that kernels write
 
     [[nodiscard]] const layer_shape& shape(std::int32_t layer) const noexcept { return model.layers[static_cast<std::size_t>(layer)]; }
     [[nodiscard]] const cuda::layer_layout& layout(std::int32_t layer) const noexcept { return places.layers[static_cast<std::size_t>(layer)]; }

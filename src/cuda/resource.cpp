@@ -6,10 +6,11 @@
 namespace sekv::cuda {
 
 cuda_resource::cuda_resource(cudaStream_t compute, const resource_options& options)
-    : pool_(options.device), arena_(options.host), copies_(arena_, options.copies), streams_{copies_.copy_stream(), compute} {}
+    : device_(current_device()), pool_(options.device), arena_(options.host), copies_(arena_, options.copies), streams_{copies_.copy_stream(), compute} {}
 
 void cuda_resource::use(cudaStream_t s) {
     if (s == stream()) return;
+    const device_guard guard(device_);
     const auto place = static_cast<std::size_t>(std::find(streams_.begin(), streams_.end(), s) - streams_.begin());
     streams_.reserve(streams_.size() + 1);
     edge_.record(stream());
@@ -30,6 +31,7 @@ void cuda_resource::forget(cudaStream_t s) {
 }
 
 void cuda_resource::synchronize() {
+    const device_guard guard(device_);
     for (const auto s : streams_) check(cudaStreamSynchronize(s), "cudaStreamSynchronize");
 }
 
@@ -50,7 +52,10 @@ void cuda_resource::deallocate(tier t, void* p, std::size_t, std::size_t) noexce
 }
 
 void cuda_resource::zero(tier t, void* p, std::size_t bytes) {
-    if (t == tier::device) return copies_.zero(p, bytes, stream());
+    if (t == tier::device) {
+        const device_guard guard(device_);
+        return copies_.zero(p, bytes, stream());
+    }
     if (p != fresh_) synchronize();
     fresh_ = nullptr;
     std::memset(p, 0, bytes);
@@ -66,6 +71,7 @@ void cuda_resource::copy_rows(void* to, tier to_tier, std::size_t to_pitch, cons
         for (std::size_t row = 0; row < rows; ++row) std::memcpy(static_cast<std::byte*>(to) + row * to_pitch, static_cast<const std::byte*>(from) + row * from_pitch, width);
         return;
     }
+    const device_guard guard(device_);
     const auto d = from_tier == tier::host ? direction::to_device : to_tier == tier::host ? direction::to_host : direction::on_device;
     copies_.copy(d, {to, from, width, rows, to_pitch, from_pitch}, stream(), lane::in_line);
 }

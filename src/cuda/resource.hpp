@@ -46,6 +46,7 @@ public:
     [[nodiscard]] transfer& copies() noexcept { return copies_; }
 
 private:
+    int device_;
     device_pool pool_;
     pinned_arena arena_;
     transfer copies_;

@@ -17,6 +17,10 @@ bool is_sticky(cudaError_t result) noexcept {
         case cudaErrorNvlinkUncorrectable:
         case cudaErrorContextIsDestroyed:
         case cudaErrorDeviceUninitialized:
+        case cudaErrorContained:
+        case cudaErrorTensorMemoryLeak:
+        case cudaErrorMpsClientTerminated:
+        case cudaErrorExternalDevice:
         case cudaErrorCudartUnloading:
         case cudaErrorUnknown:
             return true;

@@ -277,6 +277,12 @@ void sealer::state::each_run(const seal_source& source, bool values, const std::
 
 sealer::sealer(const seal_shape& shape, std::byte* workspace, stream s) : state_(std::make_unique<state>(shape, workspace, s)) {}
 
+void sealer::use(stream s) {
+    if (s == state_->s) return;
+    state_->s = s;
+    state_->solve.use(s);
+}
+
 sealer::~sealer() = default;
 
 void sealer::fit_epoch(const layer_layout& layer, const seal_rows& rows, const double* metric, double power, std::byte* key_buffer, std::byte* epoch_buffer, std::byte* encoder_buffer) {

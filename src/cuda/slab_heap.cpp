@@ -14,8 +14,12 @@ constexpr std::uint64_t bit(std::size_t i) { return std::uint64_t{1} << i; }
 }  // namespace
 
 slab_heap::~slab_heap() {
+    int before = device_;
+    (void)cudaGetDevice(&before);
+    if (before != device_) (void)cudaSetDevice(device_);
     if (cudaDeviceSynchronize() != cudaSuccess) (void)cudaGetLastError();
     for (const auto& [slab, bytes] : slabs_) source_.release(slab);
+    if (before != device_) (void)cudaSetDevice(before);
 }
 
 std::byte* slab_heap::allocate(std::size_t bytes) { return allocate_range(bytes, nullptr); }
@@ -211,6 +215,11 @@ void slab_heap::close_open() {
     if (open_.head == nullptr) return;
     std::uint64_t users = 0;
     for (auto* p = open_.head; p != nullptr; p = ranges_.find(p)->second.next) users |= ranges_.find(p)->second.users;
+    for (std::size_t slot = 0; slot < stream_count_; ++slot) {  // an event that was recorded during capture can't be asked later
+        cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+        if ((users & bit(slot)) != 0) check(cudaStreamIsCapturing(streams_[slot], &status), "cudaStreamIsCapturing");
+        if (status != cudaStreamCaptureStatusNone) throw state_error("Memory was asked for while a stream is being captured; make plans, reserve and begin steps before the capture begins.");
+    }
     batch next;
     for (std::size_t slot = 0; slot < stream_count_; ++slot) {
         if ((users & bit(slot)) == 0) continue;

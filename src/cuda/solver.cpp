@@ -66,9 +66,12 @@ std::pair<std::size_t, std::size_t> owned_eigen::scratch_bytes(std::int32_t size
     return {device, host};
 }
 
-solver::solver(const scratch& memory, stream s) : memory_(memory), stream_(s) {
+solver::solver(const scratch& memory, stream s) : memory_(memory) { use(s); }
+
+void solver::use(stream s) {
+    stream_ = s;
     check(cublasSetStream(blas_.get(), s), "cublasSetStream");
-    check(cublasSetWorkspace(blas_.get(), memory.blas, memory.blas_bytes), "cublasSetWorkspace");  // after the stream, which resets it
+    check(cublasSetWorkspace(blas_.get(), memory_.blas, memory_.blas_bytes), "cublasSetWorkspace");  // after the stream, which resets it
     check(cusolverDnSetStream(eigen_.get(), s), "cusolverDnSetStream");
 }
 

@@ -60,6 +60,7 @@ public:
         int* info = nullptr;  ///< [heads]
     };
     solver(const scratch& memory, stream s);
+    void use(stream s);
 
     /// codes[h] = rows[h] * matrix[h], all row-major; transposed: matrix holds its transpose. codes are as far apart as rows.
     void project(const seal_rows_view& rows, const float* matrix, bool transposed, float* codes);

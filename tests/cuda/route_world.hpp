@@ -211,6 +211,7 @@ private:
         device_epochs_ = std::make_unique<array<epoch_ref>>(epochs);
         device_blocks_ = std::make_unique<array<sealed_block>>(blocks);
         device_segments_ = std::make_unique<array<segment>>(segments);
+        view.exact_count[0] = 2 * exact_split_blocks;  // what exact_sums of route_step.hpp stand for
         view.sealed_count = static_cast<std::int32_t>(blocks.size()), view.segment_count = static_cast<std::int32_t>(segments.size());
         view.epoch_count = static_cast<std::int32_t>(epochs.size()), view.key_bases_count = static_cast<std::int32_t>(keys.size());
         view.sealed = device_blocks_->get(), view.segments = device_segments_->get(), view.epochs = device_epochs_->get(), view.key_bases = device_keys_->get();

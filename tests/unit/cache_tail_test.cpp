@@ -23,14 +23,14 @@ TEST(CacheTail, SealsOnlyBehindWindowAndRejectable) {
             float_cache c(w.model, o, small_codec());
             const auto s = c.open({quota(c, 520'000), 4000});
             prefill(c, w, s, fresh(1, 650));
-            for (uid i = 0; i < 200; ++i) {
+            for (uid i = 0; i < turns(200); ++i) {
                 const auto before = c.sealed(s);
                 (void)step(c, w, s, {9000 + i});
                 ASSERT_LE(c.sealed(s), std::max<std::int64_t>(before, c.length(s) - 1 - window - rejectable));
                 ASSERT_LE(c.used(s).total(tier::device), quota(c, 520'000));
                 ASSERT_EQ(c.used(s).at(tier::host, sekv::kind::exact), 0U) << "what is exact after the prompt is on the device";
             }
-            EXPECT_GT(c.sealed(s), 250);
+            EXPECT_GT(c.sealed(s), turns(250) < 250 ? 0 : 250);
         }
     }
 }
@@ -40,7 +40,8 @@ TEST(CacheTail, NothingIsSealedWhileThePromptRuns) {
     auto o = small_options();
     o.device_budget = budget(3 << 20);
     float_cache c(w.model, o, small_codec());
-    const auto s = c.open({quota(c, 520'000), 4000});
+    const std::uint64_t bytes = float_cache::on_device ? 640'000 : 520'000;  // bases weigh more beside 16-bit rows
+    const auto s = c.open({quota(c, bytes), 4000});
     uids all;
     for (uid i = 0; i < 10; ++i) {
         const auto chunk = fresh(1000 * i + 1, 128);
@@ -51,7 +52,7 @@ TEST(CacheTail, NothingIsSealedWhileThePromptRuns) {
         tail.out.push_back({r.out[0].end() - 2 * 4 * 64, r.out[0].end()});
         EXPECT_LT(distance_from_full(w, tail, all, last, ssize(all) - 2), exact_error(resolution::full));
         EXPECT_EQ(c.sealed(s), 0);
-        EXPECT_LE(c.used(s).total(tier::device), quota(c, 520'000));
+        EXPECT_LE(c.used(s).total(tier::device), quota(c, bytes));
     }
     EXPECT_GT(c.used(s).at(tier::host, sekv::kind::exact), 0U);
     c.end_prefill(s);

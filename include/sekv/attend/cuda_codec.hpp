@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <span>
 #include <vector>
@@ -30,6 +31,7 @@ public:
         std::vector<std::byte> shadow;                 ///< the tables' content as last sent
         std::uint64_t sent = ~std::uint64_t{0};        ///< sequence_record::version of it
         std::int32_t segments = 0, epoch_runs = 0, key_runs = 0;  ///< in it
+        std::int64_t stale_lines = std::numeric_limits<std::int64_t>::max();  ///< the line cache may hold lines of tokens from here on that were truncated
     };
 
     /// stored: bf16 or f16. Throws unsupported for others; as progressive_books; budget_error when the device can't hold the seal's workspace.
@@ -43,6 +45,8 @@ public:
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
     bool advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room);
 
+    /// Takes truncated tokens' lines out of the line cache, before kernels read it. Enqueues.
+    void forget_lines(sequence& s);
     /// Gives s moments of its own, so that what enters them next can't fail for memory. Throws budget_error.
     void own(sequence& s) { own_moments(s); }
     /// Takes the ring's queries of a layer into the moments; of all layers when layer is -1. Enqueues. Throws budget_error the first time since a fork or snapshot.
@@ -50,10 +54,14 @@ public:
     /// Queries [tokens, query_heads, key_size] of positions from `position` on, in device-accessible memory, straight into the moments. Enqueues.
     void observe(sequence& s, std::int32_t layer, const rows_view& queries);
 
+    /// Where append kernels report what they can't throw, and what is thrown for it: invalid_argument, once.
+    [[nodiscard]] std::byte* flags() const noexcept { return flags_.data(); }
+    void check_flags();
     [[nodiscard]] const cuda::cache_layout& places() const noexcept { return *places_; }
     [[nodiscard]] std::size_t ring_bytes() const noexcept;
 
 protected:
+    void copy_moments(const page& from, page& to) override;
     void fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) override;
     void fit_decoded(const progressive_sequence& s, epoch& e, const std::vector<unit>& units, token_range range, std::int64_t length) override;
     void encode_units(std::vector<unit>& units, const seal_request& request) override;
@@ -62,14 +70,13 @@ protected:
 private:
     [[nodiscard]] bool owns(std::int32_t layer) const noexcept { return layout_.head_index(layer, 0) >= 0; }
     [[nodiscard]] std::vector<double> metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const;
-    void sealed();
     void add_to_moments(sequence& s, std::int32_t layer, const rows_view& queries, float scale);
 
     cuda_backend where_;
     std::unique_ptr<cuda::cache_layout> places_;
     buffer seal_workspace_;
     std::unique_ptr<cuda::sealer> sealer_;
-    CUstream_st* seal_stream_ = nullptr;  ///< the sealer's
+    buffer flags_;           ///< pinned append_flags that kernels write
 };
 static_assert(codec<cuda_progressive_codec>);
 

@@ -60,6 +60,8 @@ private:
     struct state;
     [[nodiscard]] staged stage_queries(const rows_view& v) const;
     void send(step_tables& t, std::byte* workspace, std::span<const item> items) const;
+    [[nodiscard]] static bool takes_many(const step_tables& t, std::span<const item> items) noexcept;
+    void ready_metric(const step_tables& t, std::int32_t layer, std::span<const item> items);
     void take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries);
     static void cut_windows(step_tables& t);
     void attend_adaptive(const step_tables& t, std::byte* workspace, std::int32_t layer, const rows_view& queries, const cuda::output& to) const;
@@ -85,9 +87,11 @@ public:
     void write(std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) { core_->write(items, layer, keys, values); }
     void write(plan& p, std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) { core_->write(tables(p), p.workspace_.data(), items, layer, keys, values); }
     void observe(const item& i, std::int32_t layer, const rows_view& queries) { core_->observe(i, layer, queries); }
-    // Spans follow keys between steps, when the device has them.
+    // Not here but in follow, between steps, since the keys are on the device.
     void follow_novelty(record&, std::int32_t, const staged&, std::int64_t, std::int64_t) noexcept {}
     void restart_novelty(record& r);
+    void check() { core_->check_deferred(); }
+    void follow(record& r);
     void settle(record& r);
 
     void size(plan& p, const std::vector<const record*>& records) const;
@@ -121,23 +125,32 @@ void engine<S, cuda_backend, cuda_progressive_codec>::size(plan& p, const std::v
     p.own_ = std::move(t);
 }
 
-// Between steps: spans take the keys that came since, then the kernels' tables follow the record.
+// The record has changed already, so what is refused here isn't the caller's failure: whoever reads the tables next sends them first.
 template <scalar S>
     requires(!std::same_as<S, float>)
 void engine<S, cuda_backend, cuda_progressive_codec>::settle(record& r) {
-    core_->check_deferred();
-    if (r.novelty) {
-        const auto layer = residency_->novelty_layer();
-        const auto& l = model_->layers[static_cast<std::size_t>(layer)];
-        const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
-        const auto begin = r.spans.length();
-        const auto keys = core_->keys_of(r, layer, {begin, r.lengths[static_cast<std::size_t>(layer)] - begin});
-        for (std::size_t i = 0; i < keys.size(); i += row) {
-            r.spans.push(std::max(0.0F, r.novelty->push({keys.data() + i, row})));
-            r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
-        }
+    try {
+        core_->settle(r);
+    } catch (const budget_error&) {
+    } catch (const device_error& e) {
+        if (e.lost()) throw;
     }
-    core_->settle(r);
+}
+
+// Spans take the keys that came since.
+template <scalar S>
+    requires(!std::same_as<S, float>)
+void engine<S, cuda_backend, cuda_progressive_codec>::follow(record& r) {
+    if (!r.novelty) return;
+    const auto layer = residency_->novelty_layer();
+    const auto& l = model_->layers[static_cast<std::size_t>(layer)];
+    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
+    const auto begin = r.spans.length();
+    const auto keys = core_->keys_of(r, layer, {begin, r.lengths[static_cast<std::size_t>(layer)] - begin});
+    for (std::size_t i = 0; i < keys.size(); i += row) {
+        r.spans.push(std::max(0.0F, r.novelty->push({keys.data() + i, row})));
+        r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
+    }
 }
 
 template <scalar S>

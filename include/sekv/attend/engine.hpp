@@ -37,6 +37,10 @@ public:
     /// After a truncation or fork.
     void restart_novelty(record& r);
 
+    /// Throws what a device noticed since the last call.
+    void check() noexcept {}
+    /// Between steps, before anything about the record changes: spans that lag behind the rows catch up.
+    void follow(record&) noexcept {}
     /// Between steps, after anything about the record may have changed.
     void settle(record&) noexcept {}
     /// Rounds the plan's longest_ up and finds its workspace_bytes_. records: of its items, null for padding (only device backends look).

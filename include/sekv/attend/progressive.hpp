@@ -83,6 +83,9 @@ protected:
     [[nodiscard]] std::vector<double> metric_of(const progressive_sequence& s, std::int32_t layer, std::int32_t head, std::int64_t length) const;
     [[nodiscard]] std::int64_t exact_stride(std::int32_t index) const noexcept;
 
+    /// Whether sketches would be made anew now.
+    [[nodiscard]] bool sketches_due(const progressive_sequence& s, const std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) const noexcept;
+    virtual void copy_moments(const page& from, page& to);
     /// Fits epochs on ranges[i] of the request's rows and encodes the units, which name their epoch.
     virtual void fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) = 0;
     /// Fits an epoch on what sealed units decode to, over `range`.

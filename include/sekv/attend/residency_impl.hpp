@@ -107,7 +107,8 @@ template <scalar Scalar, codec Codec>
 void residency<Scalar, Codec>::reserve(record& r, std::int64_t length, std::int64_t tokens) {
     const auto target = length + tokens;
     if (target <= r.reserved) return;
-    const auto used = device_bytes(r);
+    // Rows that an earlier, failed call moved to the host count as if they were on the device: its failure must not change what is made anew.
+    const auto used = device_bytes(r) + (r.prefilling ? 0 : host_resident_bytes(r));
     if (codec_->advance(r.own, r.sealed, length, used < r.quota ? r.quota - used : 0)) ++r.version;
     drop_behind_window(r, length);  // out of every query's reach, so not undone by a failure
     std::array<growth, layer_classes> grown{plan_growth(r, whole, target), plan_growth(r, windowed, target)};

@@ -33,8 +33,13 @@ struct transfer_counters {
 
 /// Device tier in GPU memory, host tier in pinned, mapped memory that kernels read without a copy. One cache per backend object; copies of a backend share its stream and memory.
 ///
-/// Calls enqueue work and return. K, V, queries, outputs and log-sum-exps may lie in device memory: then no call of a decode step synchronises with the host, and a step can be captured in a CUDA graph.
-/// Host memory is taken too: inputs are copied before the call returns, and a call with host outputs waits for them.
+/// Calls enqueue work and return. K, V, queries, outputs and log-sum-exps may lie in device memory: then append and attend never synchronise with the host, and a step's calls can be captured in a CUDA
+/// graph (a capture counts as the step: launch the graph once for it, on stream()). Inputs must be there, and stay as they are, in the order of stream(); outputs are valid in that order. Host memory is
+/// taken too: inputs are copied before the call returns, and a call with host outputs waits for them.
+///
+/// Between steps, reserve and begin_step wait for the device when they seal, make sketches anew, or follow keys for key novelty; end_prefill, materialize, fork and close may too. K and V in device memory
+/// that aren't finite are reported by the next call between steps that finds out; queries there aren't checked. zooms() is as of the last begin_step. Budgets bound the bytes asked for; slabs and size
+/// classes come on top. units() holds device addresses.
 class cuda_backend {
 public:
     static constexpr const char* name = "cuda";
@@ -44,7 +49,7 @@ public:
 
     [[nodiscard]] executor& exec() const noexcept { return *executor_; }
     [[nodiscard]] std::shared_ptr<memory_resource> resource() const noexcept;
-    /// The stream that calls use from now on; it first waits for what was enqueued on the stream before. The stream must outlive its use here.
+    /// The stream that calls use from now on; it first waits for what was enqueued on the stream before. Every stream used must live as long as the cache: memory is fenced on it.
     void use(CUstream_st* stream);
     [[nodiscard]] CUstream_st* stream() const noexcept;
     /// Waits until everything enqueued has run. Throws device_error for what failed since.
