@@ -133,6 +133,7 @@ TEST(CacheTail, KeyNoveltyWhereOnlyAWindowIsHeld) {
         auto longer = all;
         longer.push_back(5);
         EXPECT_LT(distance_from_full(w, step(c, w, x, {5}), longer, {5}, 899), exact_error(resolution::adaptive));
+        c.reserve(x, 0);  // a device backend's spans follow the keys between steps
         EXPECT_EQ(c.spans(x).length(), 900);
     }
 }
