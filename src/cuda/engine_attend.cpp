@@ -120,15 +120,17 @@ public:
 
     void run() {
         const auto last = item_.position + item_.tokens - 1;
+        cuda::owned_event copied;  // a pass that failed may have left copies into the strips under way
+        copied.record(state_.context.memory().copies().copy_stream());
+        copied.order(state_.stream());
         if (class_ == layer_class::whole) sealed_blocks(last);
         state_.context.memory().copies().follow(state_.stream());
-        for (std::size_t first = 0; first < blocks_.size() && blocks_[first].begin <= last;) {
-            auto end = first + 1;
-            const auto where = blocks_[first].rows->where();
-            while (end < blocks_.size() && blocks_[end].begin <= last && blocks_[end].rows->where() == where && (where == tier::device || end - first < most_)) ++end;
-            const bool seen = layout_.window == 0 || blocks_[end - 1].end() > item_.position + 1 - layout_.window;
-            if (seen) where == tier::device ? in_place(first, end - first) : from_host(first, end - first);
-            first = end;
+        // Groups by index, whatever tier their pages are in: where a call ends shows in the last bits.
+        for (std::size_t first = 0; first < blocks_.size() && blocks_[first].begin <= last; first += most_) {
+            std::size_t n = 0;
+            bool staged = false;
+            for (; n < most_ && first + n < blocks_.size() && blocks_[first + n].begin <= last; ++n) staged = staged || blocks_[first + n].rows->where() == tier::host;
+            if (layout_.window == 0 || blocks_[first + n - 1].end() > item_.position + 1 - layout_.window) staged ? through_strip(first, n) : in_place(first, n);
         }
     }
 
@@ -147,11 +149,18 @@ private:
         }
     }
 
-    void from_host(std::size_t first, std::size_t n) {
+    void through_strip(std::size_t first, std::size_t n) {
         const auto slot = next_slot();
-        auto* to = strips_.acquire(slot);
+        const auto stream = state_.stream();
+        auto* to = strips_.acquire(slot, &stream);
         std::vector<cuda::page_range> pages;
-        for (std::size_t i = 0; i < n; ++i) pages.push_back({blocks_[first + i].rows->data() + layout_.exact_page.first, i * page_, page_});
+        for (std::size_t i = 0; i < n; ++i) {
+            const auto* rows = blocks_[first + i].rows->data() + layout_.exact_page.first;
+            if (blocks_[first + i].rows->where() == tier::host)
+                pages.push_back({rows, i * page_, page_});
+            else
+                state_.context.memory().copy(to + i * page_, tier::device, rows, tier::device, page_);
+        }
         strips_.prefetch(slot, pages);
         attend_strip(slot, to, n, [&](std::size_t i) { return std::pair{blocks_[first + i].begin, blocks_[first + i].count}; });
     }
