@@ -112,7 +112,7 @@ private:
 };
 
 /// The progressive preset on the host backend. Seals blocks of 64 tokens and attends them: R1 for all, R2 (or R3) for those that matter. Thread-safe only where said.
-class progressive_codec final : public progressive_books {
+class progressive_codec : public progressive_books {
 public:
     using sequence = progressive_sequence;
     static constexpr const char* name = "progressive";
