@@ -29,6 +29,8 @@ namespace sekv {
 /// A step: reserve, then for each layer append and attend, then observe. A prompt: attend with resolution::full, then end_prefill.
 template <scalar Scalar, backend Backend, codec Codec>
 class basic_cache {
+    static_assert(host_codec<Codec> != device_backend<Backend>, "A host's codec needs a backend whose memory the host reads; a device's codec needs that device's backend (cuda_progressive_codec: cuda_backend).");
+
 public:
     using codec_options = typename Codec::options;
 

@@ -1,4 +1,4 @@
-// What a backend does for a cache: rows in and out, and attention. Here: the host backend's.
+// What a backend does for a cache: rows in and out, and attention. Here: on the host.
 #pragma once
 
 #include <algorithm>
@@ -16,15 +16,16 @@ namespace sekv {
 template <scalar Scalar, backend Backend, codec Codec>
 class engine;
 
-/// Every call is synchronous; loops run on the backend's executor.
-template <scalar Scalar, host_codec Codec>
-class engine<Scalar, host_backend, Codec> {
+/// On the host, for every backend whose memory is the host's: host_backend, or an engine's own. Every call is synchronous; loops run on the backend's executor.
+template <scalar Scalar, backend Backend, host_codec Codec>
+    requires(!device_backend<Backend>)
+class engine<Scalar, Backend, Codec> {
 public:
     using record = sequence_record<Codec>;
     using item = step_item<Codec>;
     using staged = std::vector<Scalar>;
 
-    engine(const model_shape& model, const cache_options&, host_backend& where, block_pool&, residency<Scalar, Codec>& rows, Codec& coder) : model_(&model), backend_(&where), residency_(&rows), codec_(&coder) {}
+    engine(const model_shape& model, const cache_options&, Backend& where, block_pool&, residency<Scalar, Codec>& rows, Codec& coder) : model_(&model), backend_(&where), residency_(&rows), codec_(&coder) {}
 
     /// K or V as stored, contiguous [tokens, heads, size]. Throws invalid_argument for what isn't finite.
     [[nodiscard]] staged stage(const char* what, const rows_view& v) const;
@@ -61,13 +62,14 @@ private:
     [[nodiscard]] static arena scratch(const plan& p, std::int32_t worker) { return {p.workspace_.data() + p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(worker), p.worker_bytes_}; }
 
     const model_shape* model_;
-    host_backend* backend_;
+    Backend* backend_;
     residency<Scalar, Codec>* residency_;
     Codec* codec_;
 };
 
-template <scalar S, host_codec C>
-auto engine<S, host_backend, C>::stage(const char* what, const rows_view& v) const -> staged {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+auto engine<S, B, C>::stage(const char* what, const rows_view& v) const -> staged {
     const auto size = static_cast<std::size_t>(v.size);
     staged out(static_cast<std::size_t>(v.tokens * v.heads) * size);
     std::vector<float> row(size);
@@ -84,8 +86,9 @@ auto engine<S, host_backend, C>::stage(const char* what, const rows_view& v) con
     return out;
 }
 
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::write(std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::write(std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) {
     const auto& l = shape(layer);
     const auto c = residency_->class_of(layer);
     const auto& layout = residency_->layout(c);
@@ -105,16 +108,18 @@ void engine<S, host_backend, C>::write(std::span<const item> items, std::int32_t
     }
 }
 
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::observe(const item& i, std::int32_t layer, const rows_view& queries) {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::observe(const item& i, std::int32_t layer, const rows_view& queries) {
     std::vector<float> scaled(static_cast<std::size_t>(queries.tokens * queries.heads * queries.size));
     scale_queries(queries, shape(layer).logit_scale(), scaled.data());
     codec_->observe(i.record->own, layer, scaled.data(), shape(layer).group, queries.tokens);
 }
 
 // Token by token, since each signal depends on the cuts before it.
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::follow_novelty(record& r, std::int32_t layer, const staged& keys, std::int64_t first, std::int64_t count) {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::follow_novelty(record& r, std::int32_t layer, const staged& keys, std::int64_t first, std::int64_t count) {
     const auto row = static_cast<std::size_t>(shape(layer).kv_heads * shape(layer).key_size);
     std::vector<float> token(row);
     for (auto t = static_cast<std::size_t>(first); t < static_cast<std::size_t>(first + count); ++t) {
@@ -125,8 +130,9 @@ void engine<S, host_backend, C>::follow_novelty(record& r, std::int32_t layer, c
 }
 
 // The open span's mean is summed again from the rows that are held; a sliding-window layer may have dropped the first of them.
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::restart_novelty(record& r) {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::restart_novelty(record& r) {
     if (!r.novelty) return;
     const auto layer = residency_->novelty_layer();
     const auto& l = shape(layer);
@@ -140,8 +146,9 @@ void engine<S, host_backend, C>::restart_novelty(record& r) {
     for (std::size_t i = 0; i < keys.size(); i += row) (void)r.novelty->push({keys.data() + i, row});
 }
 
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::size(plan& p, const std::vector<const record*>&) const {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::size(plan& p, const std::vector<const record*>&) const {
     constexpr std::int64_t rounding = 1024;  // so that a plan outlives some steps of decoding
     p.longest_ = (p.longest_ + rounding - 1) / rounding * rounding;
     std::size_t query = 0;
@@ -156,8 +163,9 @@ void engine<S, host_backend, C>::size(plan& p, const std::vector<const record*>&
     p.workspace_bytes_ = p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(backend_->exec().workers());
 }
 
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::scale_queries(const rows_view& queries, float factor, float* out) {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::scale_queries(const rows_view& queries, float factor, float* out) {
     const auto size = static_cast<std::size_t>(queries.size);
     const auto rows = queries.tokens * queries.heads;
     for (std::int64_t i = 0; i < rows; ++i) host::to_float(queries.row(i / queries.heads, i % queries.heads), queries.type, size, out + static_cast<std::size_t>(i) * size);
@@ -165,8 +173,9 @@ void engine<S, host_backend, C>::scale_queries(const rows_view& queries, float f
     host::scale(out, rows * queries.size, factor);
 }
 
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::clear_padding(const plan& p, const layer_shape& l, const out_view& out, float* lse) const {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::clear_padding(const plan& p, const layer_shape& l, const out_view& out, float* lse) const {
     std::int64_t row = 0;
     for (const auto& i : p.items_) {
         for (std::int64_t t = row; i.seq.generation == 0 && t < row + i.tokens; ++t) {
@@ -179,8 +188,9 @@ void engine<S, host_backend, C>::clear_padding(const plan& p, const layer_shape&
     }
 }
 
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::attend(plan& p, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse, zoom_metrics& zooms) {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::attend(plan& p, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse, zoom_metrics& zooms) {
     const auto& l = shape(layer);
     float* scaled = p.workspace_.template as<float>();
     scale_queries(queries, l.logit_scale(), scaled);
@@ -197,8 +207,9 @@ void engine<S, host_backend, C>::attend(plan& p, std::int32_t layer, const std::
     for (const auto& m : counted) zooms += m;
 }
 
-template <scalar S, host_codec C>
-void engine<S, host_backend, C>::attend_full(plan& p, std::int32_t layer, const std::vector<item>& items, const float* scaled, const out_view& out, float* lse) {
+template <scalar S, backend B, host_codec C>
+    requires(!device_backend<B>)
+void engine<S, B, C>::attend_full(plan& p, std::int32_t layer, const std::vector<item>& items, const float* scaled, const out_view& out, float* lse) {
     const auto& l = shape(layer);
     const head_step<S, C> step(*model_, *residency_, *codec_, layer);
     struct tile {

@@ -18,6 +18,10 @@ concept backend = std::movable<B> && requires(B b) {
     { b.resource() } -> std::same_as<std::shared_ptr<memory_resource>>;
 };
 
+/// A backend whose device tier is memory that the host can't read: its work is enqueued on a stream.
+template <class B>
+concept device_backend = backend<B> && requires(B b) { b.stream(); };
+
 /// Both tiers in DRAM, kernels by Highway. The reference that other backends answer to. Every call is synchronous.
 class host_backend {
 public:
