@@ -323,6 +323,8 @@ typename world<T>::batch world<T>::make_batch(const std::vector<item_shape>& ite
         const auto width = query_heads() * shape.dk;
         if (h == nullptr) {
             b.queries.insert(b.queries.end(), static_cast<std::size_t>(x.tokens * width), std::numeric_limits<float>::quiet_NaN());
+        } else if (position < 0) {  // a sequence without tokens, so without queries of its own
+            b.queries.insert(b.queries.end(), static_cast<std::size_t>(x.tokens * width), 1.0F);
         } else {
             const auto from = h->tokens.layers[0].queries.begin() + position * width;
             b.queries.insert(b.queries.end(), from, from + x.tokens * width);
