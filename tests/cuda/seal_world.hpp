@@ -180,7 +180,7 @@ private:
     template <class T>
     static std::vector<T> read(const std::vector<std::byte>& from, std::size_t offset, std::int32_t count) {
         std::vector<T> out(static_cast<std::size_t>(count));
-        std::memcpy(out.data(), from.data() + offset, out.size() * sizeof(T));
+        if (count > 0) std::memcpy(out.data(), from.data() + offset, out.size() * sizeof(T));
         return out;
     }
     static floats halves(const std::vector<std::byte>& from, std::size_t offset, std::int32_t count) {
