@@ -1,11 +1,25 @@
 // What the kernels of a decode step share: finding a query row's sequence, its queries in shared memory, loads of a whole group.
 #pragma once
 
+#include <type_traits>
+
 #include "kernels/decode_workspace.cuh"
 #include "kernels/device.cuh"
 #include "kernels/scalar.cuh"
 
 namespace sekv::cuda {
+
+/// Calls f with the padded group as a constant.
+template <class F>
+void with_group(std::int32_t group, F&& f) {
+    switch (padded_group(group)) {
+        case 1: return f(std::integral_constant<int, 1>());
+        case 2: return f(std::integral_constant<int, 2>());
+        case 4: return f(std::integral_constant<int, 4>());
+        case 8: return f(std::integral_constant<int, 8>());
+        default: return f(std::integral_constant<int, 16>());
+    }
+}
 
 /// The sequence that a query row sees, and up to which position; sequence is null for padding rows.
 struct row_view {

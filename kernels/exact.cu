@@ -276,21 +276,10 @@ void launch_typed(const decode_step& step, const decode_workspace& w, stream s) 
     launch("score_exact", s, grid, dim3(threads), shared_bytes<G>(l.key_size, l.value_size), &score_exact<T, G>, step, w);
 }
 
-template <int G>
-void launch_group(const decode_step& step, const decode_workspace& w, stream s) {
-    step.layer.stored == dtype::f16 ? launch_typed<__half, G>(step, w, s) : launch_typed<__nv_bfloat16, G>(step, w, s);
-}
-
 }  // namespace
 
 void launch_score_exact(const decode_step& step, const decode_workspace& w, stream s) {
-    switch (w.group) {
-        case 1: return launch_group<1>(step, w, s);
-        case 2: return launch_group<2>(step, w, s);
-        case 4: return launch_group<4>(step, w, s);
-        case 8: return launch_group<8>(step, w, s);
-        default: return launch_group<16>(step, w, s);
-    }
+    with_group(step.layer.group, [&](auto g) { step.layer.stored == dtype::f16 ? launch_typed<__half, g()>(step, w, s) : launch_typed<__nv_bfloat16, g()>(step, w, s); });
 }
 
 }  // namespace sekv::cuda

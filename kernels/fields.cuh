@@ -1,9 +1,6 @@
 // R1 on the device: what a nibble's field adds to its component, and the logits of a block's 64 tokens out of its planes.
 #pragma once
 
-#include <type_traits>
-#include <utility>
-
 #include "kernels/decode_parts.cuh"
 #include "kernels/warp.cuh"
 #include "sekv/exec/sketch_ops.hpp"
@@ -12,18 +9,6 @@ namespace sekv::cuda::routing {
 
 inline constexpr int threads = 256;  ///< of the kernels over segments: a warp per block of 64 tokens, two of them
 inline constexpr int warps = threads / 32;
-
-/// Calls f with the padded group as a constant.
-template <class F>
-void with_group(std::int32_t group, F&& f) {
-    switch (padded_group(group)) {
-        case 1: return f(std::integral_constant<int, 1>());
-        case 2: return f(std::integral_constant<int, 2>());
-        case 4: return f(std::integral_constant<int, 4>());
-        case 8: return f(std::integral_constant<int, 8>());
-        default: return f(std::integral_constant<int, 16>());
-    }
-}
 
 template <class T>
 __device__ __forceinline__ const T* at(const std::byte* head, std::uint32_t offset) {

@@ -302,13 +302,7 @@ void launch_typed(const decode_step& step, const decode_workspace& w, stream s) 
 }  // namespace
 
 void launch_refine(const decode_step& step, const decode_workspace& w, stream s) {
-    switch (w.group) {
-        case 1: return launch_typed<1>(step, w, s);
-        case 2: return launch_typed<2>(step, w, s);
-        case 4: return launch_typed<4>(step, w, s);
-        case 8: return launch_typed<8>(step, w, s);
-        default: return launch_typed<16>(step, w, s);
-    }
+    with_group(step.layer.group, [&](auto g) { launch_typed<g()>(step, w, s); });
 }
 
 }  // namespace sekv::cuda

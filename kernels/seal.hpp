@@ -48,7 +48,7 @@ public:
                     std::byte* encoder_buffer, std::uint8_t* const* sketches);
     /// Encodes blocks with what the buffers hold: R1 planes in `sketch_keys`/`sketch_encoder` (key bases of the present generation), R2 lines in the epoch's own, R3 copies where exact[i] is set (exact may be null). Lines are
     /// written whole, zeros behind the last token. Where epoch_encoder is sketch_encoder, one projection serves both.
-    void encode(const layer_layout& layer, const seal_rows& rows, const std::byte* epoch_buffer, const std::byte* epoch_keys, const std::byte* epoch_encoder, const std::byte* sketch_keys,
+    void encode(const layer_layout& layer, const seal_rows& rows, const std::byte* epoch_buffer, const std::byte* epoch_encoder, const std::byte* sketch_keys,
                 const std::byte* sketch_encoder, std::uint8_t* const* sketches, std::uint8_t* const* lines, std::uint8_t* const* exact);
 
 private:

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "sekv/core/scalar.hpp"
+#include "sekv/exec/sketch_ops.hpp"
 
 struct CUstream_st;
 
@@ -12,8 +13,8 @@ namespace sekv::cuda {
 
 using stream = CUstream_st*;  ///< cudaStream_t
 
-inline constexpr std::int32_t block_tokens = 64;    ///< tokens of a page of exact rows, of a sealed block
-inline constexpr std::int32_t plane_bytes = 32;     ///< of a sketch plane; byte i: the nibble of token i (low) and of token i + 32 (high)
+using host::block_tokens;  ///< tokens of a page of exact rows, of a sealed block
+using host::plane_bytes;   ///< of a sketch plane; byte i: the nibble of token i (low) and of token i + 32 (high)
 inline constexpr std::int32_t segment_blocks = 16;  ///< sealed blocks of a segment, at most
 inline constexpr std::int32_t most_group = 16;      ///< query heads per KV head
 

@@ -42,8 +42,6 @@ cuda_progressive_codec::cuda_progressive_codec(const model_shape& model, const o
 
 cuda_progressive_codec::~cuda_progressive_codec() = default;
 
-std::size_t cuda_progressive_codec::ring_bytes() const noexcept { return places_->ring_bytes; }
-
 cuda_progressive_codec::sequence cuda_progressive_codec::open(std::int64_t capacity) {
     sequence s{open_books(capacity), {}, {}, {}, {}, {}};
     s.ring = pool_->budget().allocate(tier::device, kind::statistics, places_->ring_bytes);

@@ -53,6 +53,15 @@ std::vector<cuda::exact_block> exact_rows(std::span<const row_block> pages, std:
     return out;
 }
 
+// Units as kernels decode them outside a step: a sequence_view in pinned memory.
+buffer kernel_view(memory& mem, const std::vector<unit>& units) {
+    const auto lists = cuda::list_sealed(units);
+    auto image = mem.allocate(tier::host, kind::workspace, cuda::table_bytes(0, lists.blocks.size(), std::max(lists.epochs.size(), lists.key_bases.size())));
+    const auto bytes = cuda::sealed_image(lists, image.data());
+    std::memcpy(image.data(), bytes.data(), bytes.size());
+    return image;
+}
+
 cuda::seal_rows rows_of(const std::vector<cuda::exact_block>& blocks, const cuda::exact_block* kernel_blocks, std::int32_t sinks) {
     cuda::seal_rows r{kernel_blocks, static_cast<std::int32_t>(blocks.size()), 0, 0};
     for (const auto& b : blocks) r.tokens += b.count;
@@ -80,7 +89,7 @@ void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const
             if (!owns(l)) continue;
             const auto& layer = places_->layers[static_cast<std::size_t>(l)];
             sealer_->fit_epoch(layer, rows, metric(s, l, request.length).data(), options_.metric_power, e.keys->device(), e.device(), e.keys->host());
-            sealer_->encode(layer, rows, e.device(), e.keys->device(), e.keys->host(), e.keys->device(), e.keys->host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
+            sealer_->encode(layer, rows, e.device(), e.keys->host(), e.keys->device(), e.keys->host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
         }
     }
 }
@@ -99,7 +108,7 @@ void cuda_progressive_codec::encode_units(std::vector<unit>& units, const seal_r
     const auto& keys = *units.front().payload.keys;
     for (std::int32_t l = 0; l < static_cast<std::int32_t>(model_.layers.size()); ++l) {
         if (!owns(l)) continue;
-        sealer_->encode(places_->layers[static_cast<std::size_t>(l)], rows, e.device(), e.keys->device(), e.keys->host(), keys.device(), keys.host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
+        sealer_->encode(places_->layers[static_cast<std::size_t>(l)], rows, e.device(), e.keys->host(), keys.device(), keys.host(), pages.sketches.data(), pages.lines.data(), pages.exact.data());
     }
 }
 
@@ -111,17 +120,14 @@ void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e
     for (const auto& u : units) {
         if (u.begin >= range.begin && u.begin < range.end()) decoded.push_back(u);
     }
-    const auto lists = cuda::list_sealed(decoded);
-    const auto image_bytes = cuda::sealed_image(lists, nullptr, 0, nullptr).size();
-    const auto image = mem.allocate(tier::host, kind::workspace, image_bytes);
-    std::memcpy(image.data(), cuda::sealed_image(lists, nullptr, 0, image.data()).data(), image_bytes);
+    const auto image = kernel_view(mem, decoded);
     std::size_t page = 0;
-    for (const auto& l : places_->layers) page = std::max(page, static_cast<std::size_t>(l.kv_heads) * host::block_tokens * static_cast<std::size_t>(l.key_size + l.value_size) * size_of(stored_));
+    for (const auto& l : places_->layers) page = std::max(page, cuda::strip_page_bytes(l));
     const auto strip = mem.allocate(tier::host, kind::workspace, page * decoded.size());
     for (std::int32_t l = 0; l < static_cast<std::int32_t>(model_.layers.size()); ++l) {
         if (!owns(l)) continue;
         auto layer = places_->layers[static_cast<std::size_t>(l)];
-        const cuda::head_stride heads{0, host::block_tokens * static_cast<std::uint64_t>(layer.key_size + layer.value_size) * size_of(stored_)};
+        const auto heads = cuda::strip_heads(layer);
         cuda::reconstruct_blocks({layer, image.as<cuda::sequence_view>(), 0, static_cast<std::int32_t>(decoded.size()), strip.data(), page, heads}, where_.stream());
         layer.exact_page = heads;
         std::vector<cuda::exact_block> blocks;
@@ -134,10 +140,7 @@ void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e
 void cuda_progressive_codec::sketch_anew(const progressive_sequence& s, const std::vector<unit>& units, const std::vector<sketch_run>& runs, std::byte* planes, std::int64_t length) {
     sealer_->use(where_.stream());
     auto& mem = pool_->budget();
-    const auto lists = cuda::list_sealed(units);
-    const auto image_bytes = cuda::sealed_image(lists, nullptr, 0, nullptr).size();
-    const auto image = mem.allocate(tier::host, kind::workspace, image_bytes);
-    std::memcpy(image.data(), cuda::sealed_image(lists, nullptr, 0, image.data()).data(), image_bytes);
+    const auto image = kernel_view(mem, units);
     std::vector<std::uint8_t*> targets;
     for (std::size_t i = 0; i < units.size(); ++i) targets.push_back(reinterpret_cast<std::uint8_t*>(planes + i * layout_.sketch_block_bytes()));
     const kernel_array<std::uint8_t*> sketches(mem, targets);

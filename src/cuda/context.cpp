@@ -15,21 +15,21 @@ int checked_device(int device) {
 
 }  // namespace
 
-context::context(const cuda_options& options) : device_(checked_device(options.device)), guard_(std::make_unique<device_guard>(device_)) {
+context::context(const cuda_options& options) : device_(checked_device(options.device)) {
+    const device_guard guard(device_);
     if (options.stream == nullptr) own_ = std::make_unique<owned_stream>();
     resource_options r;
     r.device.slab_bytes = options.device_slab;
     r.host.slab_bytes = options.pinned_slab;
     r.host.limit = options.pinned_limit;
     resource_ = std::make_shared<cuda_resource>(own_ ? own_->get() : options.stream, r);
-    guard_.reset();
 }
 
 context::~context() {
     if (own_) {
         // The memory may outlive this object, and must not fence on a stream that is gone.
         try {
-            synchronize();
+            resource_->synchronize();
         } catch (const error&) {  // a lost context: nothing is left to wait for
         }
     }
@@ -39,16 +39,6 @@ bool context::capturing() const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream(), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
-}
-
-void context::use(cudaStream_t s) {
-    const device_guard guard(device_);
-    resource_->use(s);
-}
-
-void context::synchronize() {
-    const device_guard guard(device_);
-    resource_->synchronize();
 }
 
 bool on_device(const void* p) {
@@ -65,11 +55,11 @@ cuda_backend::cuda_backend(const cuda_options& options, std::shared_ptr<executor
 
 std::shared_ptr<memory_resource> cuda_backend::resource() const noexcept { return context_->shared_memory(); }
 
-void cuda_backend::use(CUstream_st* stream) { context_->use(stream); }
+void cuda_backend::use(CUstream_st* stream) { context_->memory().use(stream); }
 
 CUstream_st* cuda_backend::stream() const noexcept { return context_->stream(); }
 
-void cuda_backend::synchronize() { context_->synchronize(); }
+void cuda_backend::synchronize() { context_->memory().synchronize(); }
 
 transfer_counters cuda_backend::transfers() const {
     const auto m = context_->memory().copies().metrics();

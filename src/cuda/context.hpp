@@ -22,12 +22,9 @@ public:
     [[nodiscard]] const std::shared_ptr<cuda_resource>& shared_memory() const noexcept { return resource_; }
     /// Whether the stream is being captured: then nothing may be allocated, copied from the host or waited for.
     [[nodiscard]] bool capturing() const;
-    void use(cudaStream_t s);
-    void synchronize();
 
 private:
     int device_;
-    std::unique_ptr<device_guard> guard_;  ///< only while members are made
     std::unique_ptr<owned_stream> own_;
     std::shared_ptr<cuda_resource> resource_;
 };

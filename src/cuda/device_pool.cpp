@@ -7,12 +7,7 @@ namespace {
 void* allocate_slab(std::size_t bytes) {
     void* slab = nullptr;
     const auto result = cudaMalloc(&slab, bytes);
-    if (result == cudaErrorMemoryAllocation) {
-        (void)cudaGetLastError();
-        return nullptr;
-    }
-    check(result, "cudaMalloc");
-    return slab;
+    return slab_or_null(result, slab, "cudaMalloc");
 }
 
 void release_slab(void* slab) noexcept {

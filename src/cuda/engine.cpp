@@ -103,7 +103,7 @@ auto cuda_engine::size(std::span<const batch_item> items, std::int64_t tokens, s
         const auto query_heads = static_cast<std::size_t>(l.kv_heads * l.group);
         const auto prefill = (static_cast<std::size_t>(tokens) * query_heads * static_cast<std::size_t>(l.value_size + 2) + 128) * sizeof(float);
         work = std::max(work, how == resolution::full ? prefill : cuda::decode_workspace_bytes(l, b));
-        page = std::max(page, static_cast<std::size_t>(l.kv_heads) * host::block_tokens * static_cast<std::size_t>(l.key_size + l.value_size) * size_of(l.stored));
+        page = std::max(page, cuda::strip_page_bytes(l));
     }
     t->strips_at = t->work_at + aligned(work);
     t->bytes = t->strips_at;

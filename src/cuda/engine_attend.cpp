@@ -81,7 +81,7 @@ void cuda_engine::attend(step_tables& t, std::byte* workspace, std::int32_t laye
     if (to.on_host()) state_->land_counters();
     take_queries(t, workspace, layer, items, q.view);
     if (!to.on_host()) return;
-    state_->context.synchronize();
+    state_->context.memory().synchronize();
     to.deliver();
 }
 
@@ -113,8 +113,7 @@ public:
     full_pass(const state& s, const step_tables& t, std::byte* workspace, std::int32_t layer, const item& i, const rows_view& queries, const cuda::prefill_state& into)
         : state_(s), item_(i), layout_(s.layout(layer)), class_(s.class_of(layer)), blocks_(i.record->of(class_).blocks()), most_(t.strip_blocks),
           strips_(s.context.memory().copies(), workspace + t.strips_at, t.strip_bytes, 2, s.stream()),
-          heads_{0, static_cast<std::uint64_t>(host::block_tokens) * static_cast<std::uint64_t>(layout_.key_size + layout_.value_size) * size_of(layout_.stored)},
-          page_(static_cast<std::size_t>(layout_.kv_heads) * heads_.stride), lists_(s.pinned((i.record->sealed.size() + blocks_.size()) * sizeof(cuda::exact_block))) {
+          heads_(cuda::strip_heads(layout_)), page_(cuda::strip_page_bytes(layout_)), lists_(s.pinned((i.record->sealed.size() + blocks_.size()) * sizeof(cuda::exact_block))) {
         step_ = {layout_, heads_, nullptr, 0, i.position, static_cast<std::int32_t>(i.tokens), static_cast<std::int32_t>(i.row), cuda::tensor(queries), into};
     }
 

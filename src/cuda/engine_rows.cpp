@@ -3,7 +3,7 @@
 #include <cstring>
 #include <string>
 
-#include "sekv/exec/row_ops.hpp"
+#include "sekv/attend/staging.hpp"
 #include "src/cuda/engine_state.hpp"
 
 namespace sekv {
@@ -36,30 +36,6 @@ void output::deliver() const {
 
 namespace {
 
-template <scalar T>
-void convert_row(const rows_view& v, std::int64_t t, std::int32_t h, float* row, T* to) {
-    const auto size = static_cast<std::size_t>(v.size);
-    host::to_float(v.row(t, h), v.type, size, row);
-    if constexpr (std::same_as<T, float>) {
-        std::copy_n(row, size, to);
-    } else {
-        host::from_float(row, size, to);
-        host::to_float(to, dtype_of<T>, size, row);
-    }
-}
-
-// A contiguous pinned copy in another type; `refuse` is called for the first row that isn't finite in it.
-template <scalar T, class Refuse>
-void copy_rows(const rows_view& v, T* to, Refuse&& refuse) {
-    std::vector<float> row(static_cast<std::size_t>(v.size));
-    for (std::int64_t t = 0; t < v.tokens; ++t) {
-        for (std::int32_t h = 0; h < v.heads; ++h) {
-            convert_row(v, t, h, row.data(), to + (t * v.heads + h) * v.size);
-            if (!host::all_finite(row.data(), row.size())) refuse(t, h);
-        }
-    }
-}
-
 rows_view contiguous(const void* data, dtype type, const rows_view& like) { return {data, type, like.tokens, like.heads, like.size, static_cast<std::int64_t>(like.heads) * like.size, like.size}; }
 
 }  // namespace
@@ -69,10 +45,7 @@ auto cuda_engine::stage(const char* what, const rows_view& v) const -> staged {
     if (state_->context.capturing()) throw invalid_argument(std::string(what) + " lie in host memory; a captured append takes device memory.");
     staged out;
     out.copy = state_->pinned(static_cast<std::size_t>(v.tokens * v.heads * v.size) * size_of(state_->stored));
-    const auto refuse = [&](std::int64_t t, std::int32_t h) {
-        throw invalid_argument(std::string(what) + " of token " + std::to_string(t) + ", head " + std::to_string(h) + " are not finite, or leave the range of the stored type; nothing was appended.");
-    };
-    state_->stored == dtype::bf16 ? copy_rows(v, out.copy.as<bf16>(), refuse) : copy_rows(v, out.copy.as<fp16>(), refuse);
+    state_->stored == dtype::bf16 ? convert_appended(what, v, out.copy.as<bf16>()) : convert_appended(what, v, out.copy.as<fp16>());
     out.view = contiguous(out.copy.data(), state_->stored, v);
     return out;
 }
@@ -81,7 +54,7 @@ auto cuda_engine::stage_queries(const rows_view& v) const -> staged {
     if (v.tokens == 0 || cuda::on_device(v.data)) return {v, {}};
     staged out;
     out.copy = state_->pinned(static_cast<std::size_t>(v.tokens * v.heads * v.size) * sizeof(float));
-    copy_rows(v, out.copy.as<float>(), [](std::int64_t, std::int32_t) { throw invalid_argument("Some queries are not finite; check the model's activations."); });
+    convert_rows(v, out.copy.as<float>(), [](std::int64_t, std::int32_t) { refuse_queries(); });
     out.view = contiguous(out.copy.data(), dtype::f32, v);
     return out;
 }
@@ -128,8 +101,8 @@ void cuda_engine::read(const record& r, std::int32_t layer, token_range range, c
     const auto& places = state_->layout(layer);
     settle(const_cast<record&>(r));  // what kernels read follows the record; its content doesn't change
     const auto& blocks = r.rows[l.windowed() ? 1U : 0U];
-    const cuda::head_stride heads{0, host::block_tokens * kv_row_bytes(l, size_of(state_->stored)) / static_cast<std::uint64_t>(l.kv_heads)};
-    const auto page = state_->pinned(heads.stride * static_cast<std::uint64_t>(l.kv_heads));
+    const auto heads = cuda::strip_heads(places);
+    const auto page = state_->pinned(cuda::strip_page_bytes(places));
     const cuda::output k(keys, nullptr, state_->budget), v(values, nullptr, state_->budget);
     for (auto at = range.begin; at < range.end();) {
         cuda::read_step step{places, heads, page.data(), host::block_tokens, 0, 0, k.rows, v.rows};
@@ -152,7 +125,7 @@ void cuda_engine::read(const record& r, std::int32_t layer, token_range range, c
         at += step.count;
     }
     if (!k.on_host() && !v.on_host()) return;
-    state_->context.synchronize();
+    state_->context.memory().synchronize();
     k.deliver();
     v.deliver();
 }

@@ -51,7 +51,6 @@ struct cuda_engine::state {
 
     [[nodiscard]] const layer_shape& shape(std::int32_t layer) const noexcept { return model.layers[static_cast<std::size_t>(layer)]; }
     [[nodiscard]] const cuda::layer_layout& layout(std::int32_t layer) const noexcept { return places.layers[static_cast<std::size_t>(layer)]; }
-    [[nodiscard]] std::int32_t owner(std::int32_t layer) const noexcept { return shape(layer).kv_source >= 0 ? shape(layer).kv_source : layer; }
     [[nodiscard]] layer_class class_of(std::int32_t layer) const noexcept { return shape(layer).windowed() ? layer_class::windowed : layer_class::whole; }
     [[nodiscard]] cudaStream_t stream() const noexcept { return context.stream(); }
     [[nodiscard]] buffer pinned(std::size_t bytes) const { return budget.allocate(tier::host, kind::workspace, std::max<std::size_t>(bytes, 1)); }

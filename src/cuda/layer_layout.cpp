@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "sekv/tier/rows.hpp"
+#include "sekv/tier/line_cache.hpp"
 
 namespace sekv::cuda {
 namespace {
@@ -84,8 +84,7 @@ cache_layout::cache_layout(const model_shape& model, const progressive_options& 
                 exact_line_block_bytes += heads * block_tokens * row;
             }
             l.cache_stride = widest;
-            const auto slots = options.line_slots;
-            const auto per_head = slots == 0 ? 0 : (static_cast<std::size_t>(slots) * static_cast<std::size_t>(widest + 3) + 1 + 63) / 64 * 64;  // as src/line_cache.cpp
+            const auto per_head = line_cache::bytes(1, options.line_slots, widest);
             l.line_cache = {static_cast<std::size_t>(index) * per_head, per_head};
             place_ring(l);
         }

@@ -7,12 +7,7 @@ namespace {
 void* allocate_slab(std::size_t bytes) {
     void* slab = nullptr;
     const auto result = cudaHostAlloc(&slab, bytes, cudaHostAllocMapped | cudaHostAllocPortable);
-    if (result == cudaErrorMemoryAllocation) {
-        (void)cudaGetLastError();
-        return nullptr;
-    }
-    check(result, "cudaHostAlloc");
-    return slab;
+    return slab_or_null(result, slab, "cudaHostAlloc");
 }
 
 void release_slab(void* slab) noexcept {

@@ -329,7 +329,7 @@ void sealer::refit_keys(const layer_layout& layer, const sequence_view* sequence
     x.finish();
 }
 
-void sealer::encode(const layer_layout& layer, const seal_rows& rows, const std::byte* epoch_buffer, const std::byte* /*epoch_keys*/, const std::byte* epoch_encoder,
+void sealer::encode(const layer_layout& layer, const seal_rows& rows, const std::byte* epoch_buffer, const std::byte* epoch_encoder,
                     const std::byte* sketch_keys, const std::byte* sketch_encoder, std::uint8_t* const* sketches, std::uint8_t* const* lines, std::uint8_t* const* exact) {
     auto& x = *state_;
     x.begin(layer);

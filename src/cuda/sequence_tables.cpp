@@ -85,11 +85,9 @@ std::vector<std::byte> table_image(const sequence_record<cuda_progressive_codec>
     return image.finish(v);
 }
 
-std::vector<std::byte> sealed_image(const sealed_lists& lists, const std::byte* sinks, std::int32_t sink_count, std::byte* at) {
+std::vector<std::byte> sealed_image(const sealed_lists& lists, std::byte* at) {
     image_builder image(at);
     sequence_view v;
-    v.sinks = sinks;
-    v.sink_count = sink_count;
     add_sealed(image, v, lists);
     return image.finish(v);
 }

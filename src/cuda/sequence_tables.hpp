@@ -24,8 +24,8 @@ struct sealed_lists {
 /// The image of a sequence's tables: sequence_view at its head, its lists behind, pointing to where the image will lie.
 [[nodiscard]] std::vector<std::byte> table_image(const sequence_record<cuda_progressive_codec>& r, std::int32_t line_slots, std::byte* at);
 /// The image of sealed lists alone, for kernels that decode units outside a step.
-[[nodiscard]] std::vector<std::byte> sealed_image(const sealed_lists& lists, const std::byte* sinks, std::int32_t sink_count, std::byte* at);
-/// Bytes of an image of `exact` and `sealed` blocks, room for some growth in it.
+[[nodiscard]] std::vector<std::byte> sealed_image(const sealed_lists& lists, std::byte* at);
+/// Bytes that an image of `exact` and `sealed` blocks, of so many epochs and no more key bases, takes at most.
 [[nodiscard]] std::size_t table_bytes(std::size_t exact, std::size_t sealed, std::size_t epochs);
 
 }  // namespace sekv::cuda

@@ -53,6 +53,16 @@ struct slab_source {
     void (*release)(void* slab) noexcept;
 };
 
+/// What an allocating call gave: nullptr when there was no memory, which is no error yet; throws device_error for any other failure.
+[[nodiscard]] inline void* slab_or_null(cudaError_t result, void* slab, const char* call) {
+    if (result == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        return nullptr;
+    }
+    check(result, call);
+    return slab;
+}
+
 /// Best-fit over slabs of one device, with deferred reuse. Thread-safe. Addresses are never dereferenced.
 ///
 /// free() calls nothing of CUDA: events are recorded by the next allocation, on the streams that free() was told of. That is later than needed, thus safe; it lets a thousand frees share one event, and

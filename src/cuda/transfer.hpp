@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <mutex>
 
-#include "sekv/tier/transfer.hpp"
+#include "sekv/exec/latency.hpp"
 #include "src/cuda/pinned_arena.hpp"
 #include "src/cuda/runtime.hpp"
 

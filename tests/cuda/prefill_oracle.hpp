@@ -10,43 +10,16 @@
 #include <cstring>
 #include <limits>
 #include <memory>
-#include <new>
 #include <random>
 #include <string>
 #include <vector>
 
+#include "cuda/rows_world.hpp"
 #include "kernels/rows.hpp"
 
 namespace sekv::cuda::prefill_tests {
 
-/// Memory that kernels read and write: on the device, or pinned on the host.
-template <class T>
-class array {
-public:
-    explicit array(std::size_t count, bool pinned = false) : count_(count), pinned_(pinned) {
-        void* p = nullptr;
-        if (const auto bytes = std::max<std::size_t>(count * sizeof(T), 1); (pinned ? cudaMallocHost(&p, bytes) : cudaMalloc(&p, bytes)) != cudaSuccess)
-            throw std::bad_alloc();
-        data_ = static_cast<T*>(p);
-    }
-    explicit array(const std::vector<T>& values, bool pinned = false) : array(values.size(), pinned) {
-        EXPECT_EQ(cudaMemcpy(data_, values.data(), count_ * sizeof(T), cudaMemcpyDefault), cudaSuccess);
-    }
-    ~array() { pinned_ ? cudaFreeHost(data_) : cudaFree(data_); }
-    array(const array&) = delete;
-    array& operator=(const array&) = delete;
-    [[nodiscard]] T* get() const { return data_; }
-    [[nodiscard]] std::vector<T> read() const {
-        std::vector<T> values(count_);
-        EXPECT_EQ(cudaMemcpy(values.data(), data_, count_ * sizeof(T), cudaMemcpyDefault), cudaSuccess);
-        return values;
-    }
-
-private:
-    T* data_ = nullptr;
-    std::size_t count_ = 0;
-    bool pinned_ = false;
-};
+using rows_tests::array;
 
 struct prefill_case {
     dtype stored = dtype::bf16, query = dtype::bf16;

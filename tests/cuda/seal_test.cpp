@@ -158,7 +158,7 @@ TEST(SealSketch, KeysInAnotherBasisThanTheLines) {
     for (std::size_t i = 0; i < identity.size(); ++i) identity[i] = i % static_cast<std::size_t>(s.dk * s.dk) % static_cast<std::size_t>(s.dk + 1) == 0 ? 1.0 : 0.0;
     const array<std::byte> other_epoch(w.bases().epoch_bytes());
     seal.fit_epoch(w.layer, w.rows(), identity.data(), 1, keys.get(), other_epoch.get(), encoder.get());
-    seal.encode(w.layer, w.rows(), w.epoch_buffer.get(), w.key_buffer.get(), w.encoder_buffer.get(), keys.get(), encoder.get(), w.sketches.data(), w.lines.data(), nullptr);
+    seal.encode(w.layer, w.rows(), w.epoch_buffer.get(), w.encoder_buffer.get(), keys.get(), encoder.get(), w.sketches.data(), w.lines.data(), nullptr);
     for (std::int32_t h = 0; h < s.kv_heads; ++h) expect_codes(w, h, w.codec(h), w.codec(h, keys, encoder));
 }
 

@@ -46,7 +46,7 @@ public:
 
     void fit(sealer& s) { s.fit_epoch(layer, rows(), metric.data(), shape_.power, bytes(key_buffer), bytes(epoch_buffer), bytes(encoder_buffer)); }
     void encode(sealer& s) {
-        s.encode(layer, rows(), bytes(epoch_buffer), bytes(key_buffer), bytes(encoder_buffer), bytes(key_buffer), bytes(encoder_buffer), sketches.data(), lines.data(), exact.empty() ? nullptr : exact.data());
+        s.encode(layer, rows(), bytes(epoch_buffer), bytes(encoder_buffer), bytes(key_buffer), bytes(encoder_buffer), sketches.data(), lines.data(), exact.empty() ? nullptr : exact.data());
     }
 
     /// Fit and encode with a workspace of its own.

@@ -58,7 +58,6 @@ public:
     [[nodiscard]] std::byte* flags() const noexcept { return flags_.data(); }
     void check_flags();
     [[nodiscard]] const cuda::cache_layout& places() const noexcept { return *places_; }
-    [[nodiscard]] std::size_t ring_bytes() const noexcept;
 
 protected:
     void copy_moments(const page& from, page& to) override;

@@ -118,8 +118,7 @@ private:
 template <scalar S>
     requires(!std::same_as<S, float>)
 void engine<S, cuda_backend, cuda_progressive_codec>::size(plan& p, const std::vector<const record*>& records) const {
-    constexpr std::int64_t rounding = 1024;  // so that a plan outlives some steps of decoding
-    p.longest_ = (p.longest_ + rounding - 1) / rounding * rounding;
+    p.round_longest();
     auto t = core_->size(p.items_, p.tokens_, p.longest_, p.how_, records);
     p.workspace_bytes_ = cuda_engine::bytes_of(*t);
     p.own_ = std::move(t);
@@ -144,13 +143,8 @@ void engine<S, cuda_backend, cuda_progressive_codec>::follow(record& r) {
     if (!r.novelty) return;
     const auto layer = residency_->novelty_layer();
     const auto& l = model_->layers[static_cast<std::size_t>(layer)];
-    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
     const auto begin = r.spans.length();
-    const auto keys = core_->keys_of(r, layer, {begin, r.lengths[static_cast<std::size_t>(layer)] - begin});
-    for (std::size_t i = 0; i < keys.size(); i += row) {
-        r.spans.push(std::max(0.0F, r.novelty->push({keys.data() + i, row})));
-        r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
-    }
+    r.follow_keys(core_->keys_of(r, layer, {begin, r.lengths[static_cast<std::size_t>(layer)] - begin}), static_cast<std::size_t>(l.kv_heads * l.key_size));
 }
 
 template <scalar S>
@@ -160,10 +154,7 @@ void engine<S, cuda_backend, cuda_progressive_codec>::restart_novelty(record& r)
     const auto layer = residency_->novelty_layer();
     const auto& l = model_->layers[static_cast<std::size_t>(layer)];
     const auto begin = std::max(r.spans.open_begin(), residency_->first_held(r, layer));
-    const auto keys = core_->keys_of(r, layer, {begin, r.spans.length() - begin});
-    r.novelty->restart(begin);
-    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
-    for (std::size_t i = 0; i < keys.size(); i += row) (void)r.novelty->push({keys.data() + i, row});
+    r.restart_keys(begin, core_->keys_of(r, layer, {begin, r.spans.length() - begin}), static_cast<std::size_t>(l.kv_heads * l.key_size));
 }
 
 }  // namespace sekv

@@ -4,10 +4,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <span>
-#include <string>
 #include <vector>
 
 #include "sekv/attend/residency.hpp"
+#include "sekv/attend/staging.hpp"
 #include "sekv/attend/step.hpp"
 
 namespace sekv {
@@ -70,19 +70,8 @@ private:
 template <scalar S, backend B, host_codec C>
     requires(!device_backend<B>)
 auto engine<S, B, C>::stage(const char* what, const rows_view& v) const -> staged {
-    const auto size = static_cast<std::size_t>(v.size);
-    staged out(static_cast<std::size_t>(v.tokens * v.heads) * size);
-    std::vector<float> row(size);
-    for (std::int64_t t = 0; t < v.tokens; ++t) {
-        for (std::int32_t h = 0; h < v.heads; ++h) {
-            S* to = out.data() + static_cast<std::size_t>(t * v.heads + h) * size;
-            host::to_float(v.row(t, h), v.type, size, row.data());
-            host::from_float(row.data(), size, to);
-            if constexpr (!std::same_as<S, float>) host::to_float(to, dtype_of<S>, size, row.data());
-            if (!host::all_finite(row.data(), size))
-                throw invalid_argument(std::string(what) + " of token " + std::to_string(t) + ", head " + std::to_string(h) + " are not finite, or leave the range of the stored type; nothing was appended.");
-        }
-    }
+    staged out(static_cast<std::size_t>(v.tokens * v.heads * v.size));
+    convert_appended(what, v, out.data());
     return out;
 }
 
@@ -116,20 +105,16 @@ void engine<S, B, C>::observe(const item& i, std::int32_t layer, const rows_view
     codec_->observe(i.record->own, layer, scaled.data(), shape(layer).group, queries.tokens);
 }
 
-// Token by token, since each signal depends on the cuts before it.
 template <scalar S, backend B, host_codec C>
     requires(!device_backend<B>)
 void engine<S, B, C>::follow_novelty(record& r, std::int32_t layer, const staged& keys, std::int64_t first, std::int64_t count) {
     const auto row = static_cast<std::size_t>(shape(layer).kv_heads * shape(layer).key_size);
-    std::vector<float> token(row);
-    for (auto t = static_cast<std::size_t>(first); t < static_cast<std::size_t>(first + count); ++t) {
-        host::to_float(keys.data() + t * row, dtype_of<S>, row, token.data());
-        r.spans.push(std::max(0.0F, r.novelty->push(token)));
-        r.novelty->cut(std::max(r.spans.open_begin(), r.novelty->begin()));
-    }
+    std::vector<float> floats(static_cast<std::size_t>(count) * row);
+    host::to_float(keys.data() + static_cast<std::size_t>(first) * row, dtype_of<S>, floats.size(), floats.data());
+    r.follow_keys(floats, row);
 }
 
-// The open span's mean is summed again from the rows that are held; a sliding-window layer may have dropped the first of them.
+// From the rows that are held; a sliding-window layer may have dropped the open span's first.
 template <scalar S, backend B, host_codec C>
     requires(!device_backend<B>)
 void engine<S, B, C>::restart_novelty(record& r) {
@@ -141,16 +126,13 @@ void engine<S, B, C>::restart_novelty(record& r) {
     std::vector<float> keys(static_cast<std::size_t>(count * l.kv_heads * l.key_size));
     std::vector<float> values(static_cast<std::size_t>(count * l.kv_heads * l.value_size));
     read(r, layer, {begin, count}, out_rows(keys.data(), count, l.kv_heads, l.key_size), out_rows(values.data(), count, l.kv_heads, l.value_size));
-    r.novelty->restart(begin);
-    const auto row = static_cast<std::size_t>(l.kv_heads * l.key_size);
-    for (std::size_t i = 0; i < keys.size(); i += row) (void)r.novelty->push({keys.data() + i, row});
+    r.restart_keys(begin, keys, static_cast<std::size_t>(l.kv_heads * l.key_size));
 }
 
 template <scalar S, backend B, host_codec C>
     requires(!device_backend<B>)
 void engine<S, B, C>::size(plan& p, const std::vector<const record*>&) const {
-    constexpr std::int64_t rounding = 1024;  // so that a plan outlives some steps of decoding
-    p.longest_ = (p.longest_ + rounding - 1) / rounding * rounding;
+    p.round_longest();
     std::size_t query = 0;
     for (std::size_t l = 0; l < model_->layers.size(); ++l) {
         const auto& x = model_->layers[l];
@@ -166,11 +148,8 @@ void engine<S, B, C>::size(plan& p, const std::vector<const record*>&) const {
 template <scalar S, backend B, host_codec C>
     requires(!device_backend<B>)
 void engine<S, B, C>::scale_queries(const rows_view& queries, float factor, float* out) {
-    const auto size = static_cast<std::size_t>(queries.size);
-    const auto rows = queries.tokens * queries.heads;
-    for (std::int64_t i = 0; i < rows; ++i) host::to_float(queries.row(i / queries.heads, i % queries.heads), queries.type, size, out + static_cast<std::size_t>(i) * size);
-    if (!host::all_finite(out, static_cast<std::size_t>(rows) * size)) throw invalid_argument("Some queries are not finite; check the model's activations.");
-    host::scale(out, rows * queries.size, factor);
+    convert_rows(queries, out, [](std::int64_t, std::int32_t) { refuse_queries(); });
+    host::scale(out, queries.tokens * queries.heads * queries.size, factor);
 }
 
 template <scalar S, backend B, host_codec C>

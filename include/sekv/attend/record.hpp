@@ -5,6 +5,7 @@
 #include <array>
 #include <cstdint>
 #include <optional>
+#include <span>
 #include <vector>
 
 #include "sekv/attend/codec.hpp"
@@ -41,6 +42,18 @@ struct sequence_record {
     [[nodiscard]] row_list& of(layer_class c) noexcept { return rows[static_cast<std::size_t>(c)]; }
     [[nodiscard]] const row_list& of(layer_class c) const noexcept { return rows[static_cast<std::size_t>(c)]; }
     [[nodiscard]] std::int64_t sealed_end() const noexcept { return sealed.empty() ? 0 : sealed.back().end(); }
+    /// Lets the spans follow keys [tokens, row] of the novelty layer, token by token, since each signal depends on the cuts before it.
+    void follow_keys(std::span<const float> keys, std::size_t row) {
+        for (std::size_t at = 0; at < keys.size(); at += row) {
+            spans.push(std::max(0.0F, novelty->push(keys.subspan(at, row))));
+            novelty->cut(std::max(spans.open_begin(), novelty->begin()));
+        }
+    }
+    /// The open span's mean is summed again from keys [tokens, row] of positions from `begin` on.
+    void restart_keys(std::int64_t begin, std::span<const float> keys, std::size_t row) {
+        novelty->restart(begin);
+        for (std::size_t at = 0; at < keys.size(); at += row) (void)novelty->push(keys.subspan(at, row));
+    }
     /// Slots that scoring everything takes: the length, but 64 for each sealed block, even one that a truncation cut short.
     [[nodiscard]] std::int64_t scored_tokens() const noexcept {
         const auto length = *std::max_element(lengths.begin(), lengths.end());

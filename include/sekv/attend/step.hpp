@@ -30,6 +30,12 @@ private:
     friend class basic_cache;
     template <scalar, backend, codec>
     friend class engine;
+    /// So that a plan outlives some steps of decoding.
+    void round_longest() noexcept {
+        constexpr std::int64_t rounding = 1024;
+        longest_ = (longest_ + rounding - 1) / rounding * rounding;
+    }
+
     const void* owner_ = nullptr;  ///< the memory of the cache that made it
     std::vector<batch_item> items_;
     resolution how_ = resolution::adaptive;

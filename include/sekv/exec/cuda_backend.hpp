@@ -6,7 +6,7 @@
 #include <memory>
 
 #include "sekv/exec/backend.hpp"
-#include "sekv/tier/transfer.hpp"
+#include "sekv/exec/latency.hpp"
 
 struct CUstream_st;
 
