@@ -44,7 +44,7 @@ void add_cache_flags(CLI::App& app, arguments& a, raw_flags& raw) {
     app.add_option("--preset", raw.method, "progressive, or paper (the method as published)")->capture_default_str();
     app.add_option("--kv-type", raw.stored, "How exact rows are stored: bf16, f16 or f32")->capture_default_str();
     app.add_option("--device-budget", raw.device_budget,
-                   "Hard limit of the device tier: bytes (suffix K, M, G) or % of bf16 KV at the declared capacity (default: 12%, paper 50%)");
+                   "Hard limit of the device tier: bytes (suffix K, M, G) or % of bf16 KV at the declared capacity (default: 12.5%, paper 50%)");
     app.add_option("--host-budget", raw.host_budget, "The same of the host tier (default: none)");
     app.add_option("--recent", a.cache.window, "Last tokens that are always exact")->capture_default_str();
     app.add_option("--rejectable", a.cache.rejectable, "Tokens behind those that sealing leaves alone, for engines that take drafts back")->capture_default_str();
@@ -87,7 +87,7 @@ void complete(arguments& a, const raw_flags& raw) {
     a.cache.spans.policy = chosen<span_policy>("--segmenter", raw.segmenter,
                                                {{"surprisal", span_policy::surprisal}, {"novelty", span_policy::key_novelty}, {"fixed", span_policy::fixed}});
     const bool paper = a.method == preset::paper;
-    a.device_budget = byte_amount::parse("--device-budget", !raw.device_budget.empty() ? raw.device_budget : paper ? "50%" : "12%");
+    a.device_budget = byte_amount::parse("--device-budget", !raw.device_budget.empty() ? raw.device_budget : paper ? "50%" : "12.5%");
     if (raw.tau) (paper ? a.paper.tau : a.progressive.tau) = *raw.tau;
     if (!raw.host_budget.empty()) a.host_budget = byte_amount::parse("--host-budget", raw.host_budget);
     parse_sketch_bits(raw.sketch_bits, a.progressive);

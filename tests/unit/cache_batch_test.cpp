@@ -1,8 +1,10 @@
 // Batches: many sequences, padding rows, several tokens, past positions, strided and 16-bit input, injected executor and memory.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "unit/cache_fixtures.hpp"
@@ -137,6 +139,24 @@ TEST(CacheBatch, InjectedExecutorAndMemory) {
     EXPECT_GT(exec->bodies, 100);
     EXPECT_TRUE(resource->live.empty());
     EXPECT_EQ(resource->mismatches, 0);
+}
+
+TEST(CacheBatch, WorkersWithoutAHeadTakeNoMemory) {
+    if (float_cache::on_device) GTEST_SKIP() << "the CUDA backend has no workers";
+    const world w({layer(2, 2)});
+    float_cache few(w.model, small_options(), small_codec(), sekv::host_backend(2)), many(w.model, small_options(), small_codec(), sekv::host_backend(7));
+    std::vector<result> decoded;
+    std::vector<std::size_t> bytes;
+    for (auto* c : {&few, &many}) {
+        const auto s = c->open({420'000, 4000});
+        prefill(*c, w, s, fresh(1, 600));
+        EXPECT_GT(c->sealed(s), 0);
+        bytes.push_back(c->make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive).workspace_bytes());
+        for (auto& r : decode(*c, w, s, fresh(2000, 20))) decoded.push_back(std::move(r));
+    }
+    EXPECT_EQ(bytes[0], bytes[1]);
+    ASSERT_EQ(decoded.size() % 2, 0U);
+    EXPECT_TRUE(std::equal(decoded.begin(), decoded.begin() + static_cast<std::ptrdiff_t>(decoded.size() / 2), decoded.begin() + static_cast<std::ptrdiff_t>(decoded.size() / 2)));
 }
 
 TEST(CacheBatch, AppendOnlyEngines) {

@@ -59,7 +59,11 @@ private:
     void clear_padding(const plan& p, const layer_shape& l, const out_view& out, float* lse) const;
     void attend_full(plan& p, std::int32_t layer, const std::vector<item>& items, const float* scaled, const out_view& out, float* lse);
     [[nodiscard]] const layer_shape& shape(std::int32_t layer) const noexcept { return model_->layers[static_cast<std::size_t>(layer)]; }
-    [[nodiscard]] static arena scratch(const plan& p, std::int32_t worker) { return {p.workspace_.data() + p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(worker), p.worker_bytes_}; }
+    /// A step of fewer tasks than workers has scratch per task, else per worker.
+    [[nodiscard]] static arena scratch(const plan& p, std::int64_t task, std::int32_t worker) {
+        const auto place = static_cast<std::size_t>(p.scratch_per_task_ ? task : worker);
+        return {p.workspace_.data() + p.query_bytes_ + p.worker_bytes_ * place, p.worker_bytes_};
+    }
 
     const model_shape* model_;
     Backend* backend_;
@@ -133,16 +137,19 @@ template <scalar S, backend B, host_codec C>
     requires(!device_backend<B>)
 void engine<S, B, C>::size(plan& p, const std::vector<const record*>&) const {
     p.round_longest();
-    std::size_t query = 0;
+    std::size_t query = 0, tasks = 0;
     for (std::size_t l = 0; l < model_->layers.size(); ++l) {
         const auto& x = model_->layers[l];
+        tasks = std::max(tasks, p.items_.size() * static_cast<std::size_t>(x.kv_heads));
         query = std::max(query, static_cast<std::size_t>(x.query_heads() * x.key_size));
         arena a;
         head_step<S, C>(*model_, *residency_, *codec_, static_cast<std::int32_t>(l)).layout_scratch(a, p.how_, p.longest_);
         p.worker_bytes_ = std::max(p.worker_bytes_, a.used());
     }
     p.query_bytes_ = (query * static_cast<std::size_t>(p.tokens_) * sizeof(float) + 127) / 64 * 64;
-    p.workspace_bytes_ = p.query_bytes_ + p.worker_bytes_ * static_cast<std::size_t>(backend_->exec().workers());
+    const auto workers = static_cast<std::size_t>(backend_->exec().workers());
+    p.scratch_per_task_ = p.how_ == resolution::adaptive && tasks < workers;
+    p.workspace_bytes_ = p.query_bytes_ + p.worker_bytes_ * (p.scratch_per_task_ ? tasks : workers);
 }
 
 template <scalar S, backend B, host_codec C>
@@ -181,7 +188,7 @@ void engine<S, B, C>::attend(plan& p, std::int32_t layer, const std::vector<item
     auto& exec = backend_->exec();
     std::vector<zoom_metrics> counted(static_cast<std::size_t>(exec.workers()));
     exec.run(static_cast<std::int64_t>(items.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
-        step.adaptive(items[static_cast<std::size_t>(task / l.kv_heads)], static_cast<std::int32_t>(task % l.kv_heads), scaled, out, lse, scratch(p, worker), counted[static_cast<std::size_t>(worker)]);
+        step.adaptive(items[static_cast<std::size_t>(task / l.kv_heads)], static_cast<std::int32_t>(task % l.kv_heads), scaled, out, lse, scratch(p, task, worker), counted[static_cast<std::size_t>(worker)]);
     });
     for (const auto& m : counted) zooms += m;
 }
@@ -202,7 +209,7 @@ void engine<S, B, C>::attend_full(plan& p, std::int32_t layer, const std::vector
     }
     backend_->exec().run(static_cast<std::int64_t>(tiles.size()) * l.kv_heads, [&](std::int64_t task, std::int32_t worker) {
         const auto& t = tiles[static_cast<std::size_t>(task / l.kv_heads)];
-        step.full(items[t.item], static_cast<std::int32_t>(task % l.kv_heads), t.first, t.count, scaled, out, lse, scratch(p, worker));
+        step.full(items[t.item], static_cast<std::int32_t>(task % l.kv_heads), t.first, t.count, scaled, out, lse, scratch(p, task, worker));
     });
 }
 

@@ -43,7 +43,8 @@ private:
     std::int64_t longest_ = 0;  ///< sequence_record::scored_tokens that the workspace was sized for
     std::size_t workspace_bytes_ = 0;
     std::size_t query_bytes_ = 0;   ///< of the workspace: scaled queries (host backend)
-    std::size_t worker_bytes_ = 0;  ///< of the workspace: each worker's scratch (host backend)
+    std::size_t worker_bytes_ = 0;  ///< of the workspace: each worker's or task's scratch (host backend)
+    bool scratch_per_task_ = false;
     buffer workspace_;
     std::shared_ptr<void> own_;     ///< what a device backend's engine keeps for the plan
 };
