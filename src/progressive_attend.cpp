@@ -115,6 +115,8 @@ void progressive_codec::attend(sequence& s, const std::vector<unit>& units, cons
     attend_sketch(units, q, x);
     if (x.list.count > 0) {
         zoom(s, units, q, x, metrics);
+        const auto count = static_cast<std::size_t>(x.list.count);
+        if (options_.observer) options_.observer({q.layer, q.head, q.position, {x.positions, count}, {x.list.mass, count}});
         options_.exact_tier ? attend_exact_lines(q, x) : attend_lines(units, q, x);
     }
     ++metrics.zooms;

@@ -61,6 +61,7 @@ void add_cache_flags(CLI::App& app, arguments& a, raw_flags& raw) {
     app.add_option("--metric-power", p.metric_power, "Power of the query metric")->capture_default_str();
     app.add_option("--calibration", a.calibration, "Query moments of this model, as --write-calibration makes them");
     app.add_option("--write-calibration", a.write_calibration, "Write the query moments of this run");
+    app.add_option("--trace-zooms", a.trace_zooms, "Write every zoom list to this file, for scripts/zoom_reuse");
     app.add_flag("--exact-tier", p.exact_tier, "Keep raw K and V on the host after sealing; zooms read them");
     app.add_option("--router", a.router, "Trained weights for --preset paper");
 }
@@ -94,6 +95,7 @@ void complete(arguments& a, const raw_flags& raw) {
     if (a.max_tokens < 1) throw invalid_argument("--max-tokens must be at least 1, not " + std::to_string(a.max_tokens) + ".");
     if (a.context < 0) throw invalid_argument("--context must be at least 1, not " + std::to_string(a.context) + ".");
     if (!a.router.empty() && !paper) throw invalid_argument("--router goes with --preset paper only.");
+    if (!a.trace_zooms.empty() && paper) throw invalid_argument("--trace-zooms goes with --preset progressive only.");
     if (!a.calibration.empty() && paper) throw invalid_argument("--calibration goes with --preset progressive only.");
     if (paper && a.cache.spans.policy != span_policy::surprisal) throw invalid_argument("--preset paper segments by surprisal; leave --segmenter out.");
     if (paper) a.cache = paper_cache_options(a.cache);

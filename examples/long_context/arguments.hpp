@@ -41,7 +41,7 @@ struct arguments {
     cache_options cache;              ///< but for the budgets
     progressive_options progressive;  ///< but for the prior
     paper_options paper;              ///< but for the router
-    std::string calibration, router, write_calibration, json;
+    std::string calibration, router, write_calibration, trace_zooms, json;
 };
 
 /// Returns nothing where help was asked for and printed. Throws invalid_argument for what it can't take.

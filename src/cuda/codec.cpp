@@ -14,7 +14,8 @@
 namespace sekv {
 namespace {
 
-dtype checked_type(dtype stored) {
+dtype checked_type(dtype stored, const progressive_options& o) {
+    if (o.observer) throw unsupported("The CUDA backend tells no observer of its zooms, since they never leave the device; use the host backend.");
     if (stored == dtype::f32) throw unsupported("The CUDA backend stores exact rows in bf16 or fp16; use cuda_cache or cuda_fp16_cache.");
     return stored;
 }
@@ -31,7 +32,7 @@ cuda::seal_shape shape_of(const cuda::cache_layout& places) {
 }  // namespace
 
 cuda_progressive_codec::cuda_progressive_codec(const model_shape& model, const options& o, dtype stored, block_pool& pool, cuda_backend& where)
-    : progressive_books(model, o, checked_type(stored), pool), where_(where), places_(std::make_unique<cuda::cache_layout>(model_, options_, stored)) {
+    : progressive_books(model, o, checked_type(stored, o), pool), where_(where), places_(std::make_unique<cuda::cache_layout>(model_, options_, stored)) {
     flags_ = pool.budget().allocate(tier::host, kind::workspace, sizeof(cuda::append_flags));
     if (layout_.heads() == 0) return;
     const auto shape = shape_of(*places_);

@@ -2,6 +2,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <set>
@@ -175,6 +176,33 @@ TEST(Progressive, TauOneZoomsNothingAndTheCapTakesTheLargest) {
     // One token may have most of the weight, and the rounding of its 20 planes isn't zoomed away.
     EXPECT_LT(got.codes.relative(), 10 * table_rounding);
     EXPECT_LT(got.codes.lse, 20 * 0.5 * 0.05);
+}
+
+TEST(Progressive, TheObserverIsToldOfEveryList) {
+    const stream x(plain_model(), 1400, seed + 4);
+    for (const auto rule : {zoom_rule::mean, zoom_rule::max}) {
+        auto o = small_options();
+        o.codec.rule = rule;
+        std::uint64_t tokens = 0, most = 0;
+        std::set<std::int64_t> positions;
+        const auto group = x.model.layers[0].group;
+        const float least = o.codec.tau * (rule == zoom_rule::mean ? static_cast<float>(group) : 1.0F);
+        o.codec.observer = [&](const zoom_event& e) {
+            ASSERT_EQ(e.tokens.size(), e.mass.size());
+            EXPECT_TRUE(std::is_sorted(e.tokens.begin(), e.tokens.end()));
+            EXPECT_TRUE(std::all_of(e.tokens.begin(), e.tokens.end(), [&](std::int64_t t) { return t >= 0 && t < e.position; }));
+            EXPECT_TRUE(std::all_of(e.mass.begin(), e.mass.end(), [&](float m) { return m > least && m <= 1.001F * static_cast<float>(group); }));
+            tokens += e.tokens.size();
+            most = std::max(most, static_cast<std::uint64_t>(e.tokens.size()));
+            positions.insert(e.position);
+        };
+        replay r(x, o);
+        (void)decode_and_compare(r, x, o.codec, 4);
+        EXPECT_GT(tokens, 0U);
+        EXPECT_EQ(tokens, r.cache->zooms().tokens);
+        EXPECT_EQ(most, r.cache->zooms().most_tokens);
+        EXPECT_EQ(positions, (std::set<std::int64_t>{1396, 1397, 1398, 1399}));
+    }
 }
 
 TEST(Progressive, FinerTauComesNearerToFullAttention) {

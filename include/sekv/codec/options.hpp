@@ -3,7 +3,9 @@
 
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <memory>
+#include <span>
 #include <string>
 
 #include "sekv/codec/calibration.hpp"
@@ -13,6 +15,15 @@ namespace sekv {
 
 /// Which statistic of a GQA group's probabilities decides on a zoom.
 enum class zoom_rule : std::uint8_t { mean, max };
+
+/// One query token's zoom list in one KV head. The spans are valid during the call.
+struct zoom_event {
+    std::int32_t layer = 0, kv_head = 0;
+    std::int64_t position = 0;             ///< of the query
+    std::span<const std::int64_t> tokens;  ///< positions, ascending
+    std::span<const float> mass;           ///< probability of each: the group's sum under zoom_rule::mean, else its largest
+};
+using zoom_observer = std::function<void(const zoom_event&)>;
 
 struct progressive_options {
     /// R1 bits per token for the key and for the value; multiples of 4. 0 means the default of the head size: 80 + 32 below 128, 96 + 32 from 128 on.
@@ -41,6 +52,8 @@ struct progressive_options {
     bool exact_tier = false;
     /// Pre-RoPE query moments of this model (`model` metric); null means the sequence's own queries only.
     std::shared_ptr<const calibration> prior;
+    /// Told of every list that isn't empty, to see what a model reads or how large a line cache pays. Called from the executor's threads, several at once; must not throw. Host backend only.
+    zoom_observer observer;
 
     void validate() const {
         const auto bits = [](std::int32_t b, std::int32_t most) { return b >= 0 && b <= most && b % 4 == 0; };
