@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "simt/fakecuda.hpp"
+#include "simt/fiber.hpp"
 
 namespace fakecuda::detail {
 
@@ -51,10 +52,17 @@ struct graph {
     bool invalid = false;
 };
 
+/// Under ThreadSanitizer a stream is a thread of its own, stack included, ordered with others by submission, events and synchronisation alone.
+struct stream_thread {
+    stream_thread(std::size_t stack_bytes, void (*entry)()) : own(stack_bytes, entry) {}
+    simt::detail::fiber own, host;
+};
+
 struct stream_state {
     std::deque<operation> queue;
+    operation at_work;
     bool destroyed = false;
-    void* race_context = nullptr;
+    std::unique_ptr<stream_thread> thread;  ///< null but for ThreadSanitizer
     char order = 0;
     std::shared_ptr<graph> capture;  ///< set while capturing
     std::vector<std::size_t> after;  ///< nodes that the next captured node follows
@@ -76,7 +84,7 @@ struct runtime {
     bool device_hidden = true;  ///< from the host, under AddressSanitizer
 
     std::map<cudaStream_t, std::unique_ptr<stream_state>> streams;
-    std::vector<void*> spare_race_contexts;
+    std::vector<std::unique_ptr<stream_thread>> spare_threads;
     std::map<cudaEvent_t, std::shared_ptr<event_state>> events;
     std::map<cudaGraph_t, std::shared_ptr<graph>> graphs;
     std::map<cudaGraphExec_t, std::shared_ptr<graph>> executables;

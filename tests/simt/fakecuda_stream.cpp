@@ -17,21 +17,6 @@ bool runnable(const stream_state& s) {
     return !o.waits || o.waits->done >= o.wait_for;
 }
 
-void* current_race_context() {
-#if SIMT_TSAN
-    return __tsan_get_current_fiber();
-#else
-    return nullptr;
-#endif
-}
-
-/// Under ThreadSanitizer a stream is a thread of its own, ordered with others by submission, events and synchronisation alone.
-void switch_race_context([[maybe_unused]] void* to) {
-#if SIMT_TSAN
-    __tsan_switch_to_fiber(to, 1);
-#endif
-}
-
 void do_work(const operation& o) {
     in_device = true;
     try {
@@ -44,25 +29,48 @@ void do_work(const operation& o) {
     in_device = false;
 }
 
-void step(stream_state& s) {
-    runtime& r = the_runtime();
-    operation o = std::move(s.queue.front());
-    s.queue.pop_front();
-    show_device_memory();
-    void* host = current_race_context();
-    switch_race_context(s.race_context);
+// The operation at hand, as the stream sees it.
+void work_on(stream_state& s) {
+    const operation& o = s.at_work;
     simt::detail::tsan_acquire(o.submitted.get());
     if (o.waits) simt::detail::tsan_acquire(&o.waits->order);
-    if (o.work && r.lost == cudaSuccess) do_work(o);
+    if (o.work && the_runtime().lost == cudaSuccess) do_work(o);
     if (o.records) {
         o.records->done = o.record_as;
         o.records->seconds = now();
         simt::detail::tsan_release(&o.records->order);
     }
     simt::detail::tsan_release(&s.order);
-    switch_race_context(host);
+}
+
+#if SIMT_TSAN
+stream_state* stepping = nullptr;
+
+void stream_loop() {
+    simt::detail::fiber::arrived();
+    for (;;) {
+        work_on(*stepping);
+        auto& thread = *stepping->thread;
+        thread.host.resume_from(thread.own);
+    }
+}
+
+void work_aside(stream_state& s) {
+    stepping = &s;
+    s.thread->host.adopt_current();
+    s.thread->own.resume_from(s.thread->host);
+}
+#else
+void work_aside(stream_state& s) { work_on(s); }
+#endif
+
+void step(stream_state& s) {
+    s.at_work = std::move(s.queue.front());
+    s.queue.pop_front();
+    show_device_memory();
+    work_aside(s);
     const simt::detail::ignore_races quiet;
-    o = operation{};
+    s.at_work = operation{};
 }
 
 std::vector<stream_state*> runnable_streams() {
@@ -128,9 +136,9 @@ void drive(stream_state* wanted, F reached) {
 void forget_empty_streams() {
     runtime& r = the_runtime();
     for (auto i = r.streams.begin(); i != r.streams.end();) {
-        const stream_state& s = *i->second;
+        stream_state& s = *i->second;
         const bool over = s.destroyed && s.queue.empty();
-        if (over) r.spare_race_contexts.push_back(s.race_context);
+        if (over && s.thread) r.spare_threads.push_back(std::move(s.thread));
         i = over ? r.streams.erase(i) : std::next(i);
     }
 }
@@ -138,13 +146,11 @@ void forget_empty_streams() {
 std::unique_ptr<stream_state> new_stream() {
     auto s = std::make_unique<stream_state>();
 #if SIMT_TSAN
-    auto& spare = the_runtime().spare_race_contexts;  // ThreadSanitizer has room for some thousands in all
-    if (!spare.empty()) {
-        s->race_context = spare.back();
-        spare.pop_back();
-    } else {
-        s->race_context = __tsan_create_fiber(0);
-    }
+    constexpr std::size_t stack_bytes = std::size_t{1} << 20;
+    auto& spare = the_runtime().spare_threads;  // ThreadSanitizer has room for some thousands in all
+    if (spare.empty()) spare.push_back(std::make_unique<stream_thread>(stack_bytes, stream_loop));
+    s->thread = std::move(spare.back());
+    spare.pop_back();
 #endif
     return s;
 }
