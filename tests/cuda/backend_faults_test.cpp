@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -293,7 +294,7 @@ INSTANTIATE_TEST_SUITE_P(Slabs, CudaBackendMemoryFaults, testing::Values(exact_s
 TEST_F(CudaBackendFaults, EveryLaunchMayBeRefused) {
     scenario s(quota_);
     const auto refuse = [](int k) { fakecuda::fail_after(call::launch, k, cudaErrorLaunchOutOfResources); };
-    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 25 : 9, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
+    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 25 : 5, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
     std::printf("%lld launches refused\n", static_cast<long long>(failures));
     EXPECT_GE(failures, short_run() ? 2 : 20);
     expect_same_end(s, *undisturbed_, "after launches that were refused");
@@ -306,6 +307,87 @@ TEST_F(CudaBackendFaults, EveryCopyMayFail) {
     std::printf("%lld copies failed\n", static_cast<long long>(failures));
     EXPECT_GE(failures, short_run() ? 2 : 20);
     expect_same_end(s, *undisturbed_, "after copies that failed");
+}
+
+// What was waited for is done, so only what comes behind the wait may be missing.
+TEST_F(CudaBackendFaults, EveryWaitMayReportAnError) {
+    scenario s(quota_);
+    const auto refuse = [](int k) { fakecuda::fail_after(call::synchronise, k, cudaErrorInvalidValue); };
+    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 1 : 5, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
+    std::printf("%lld waits failed\n", static_cast<long long>(failures));
+    EXPECT_GE(failures, short_run() ? 2 : 20);
+    expect_same_end(s, *undisturbed_, "after waits that failed");
+}
+
+// Two sequences in one batch from host memory: prompts, drafts that make the rings wrap, more prompt behind them. Each attend is made again until none of its driver calls fails; then the history is sealed.
+class batched_life {
+public:
+    explicit batched_life(std::uint64_t quota, std::function<void(int)> plan_fault = {}) : plan_fault_(std::move(plan_fault)), c_(make_cache(w_, {})), sequences_{c_->open({quota, 2000}), c_->open({quota, 2000})} {
+        for (int i = 0; i < 2; ++i) step({60, 80}, resolution::full);
+        for (int i = 0; i < 4; ++i) step({40, 9}, resolution::adaptive);
+        for (int i = 0; i < 2; ++i) step({5, 70}, resolution::full);
+        for (int i = 0; i < 2; ++i) step({70, 30}, resolution::adaptive);
+        plan_fault_ = {};
+        step({200, 200}, resolution::full);
+        for (const auto s : sequences_) c_->end_prefill(s);
+        for (int i = 0; i < 3; ++i) step({1, 2}, resolution::adaptive);
+        for (const auto s : sequences_) EXPECT_GE(c_->sealed(s), 256);  // with bases that follow the metric
+    }
+    std::vector<result> outputs;
+    std::int64_t failures = 0;
+
+private:
+    void step(const std::array<std::int64_t, 2>& counts, resolution how) {
+        const std::array tokens{fresh(next_, counts[0]), fresh(next_ + 1000, counts[1])};
+        next_ += 2000;
+        uids all = tokens[0];
+        all.insert(all.end(), tokens[1].begin(), tokens[1].end());
+        for (std::size_t i = 0; i < 2; ++i) c_->reserve(sequences_[i], counts[i]);
+        const sekv::batch_item items[] = {{sequences_[0], counts[0], -1}, {sequences_[1], counts[1], -1}};
+        for (std::int32_t l = 0; l < w_.layers(); ++l) {
+            for (std::size_t i = 0; i < 2; ++i) append(*c_, w_, sequences_[i], l, tokens[i]);
+            const auto& x = w_.at(l);
+            const auto q = w_.queries(l, all);
+            result r;
+            r.out.emplace_back(all.size() * static_cast<std::size_t>(x.query_heads() * x.value_size), NAN);
+            until_none_fails([&] { c_->attend(items, l, sekv::rows(q.data(), ssize(all), x.query_heads(), x.key_size), how, sekv::out_rows(r.out.back().data(), ssize(all), x.query_heads(), x.value_size)); });
+            outputs.push_back(std::move(r));
+        }
+    }
+
+    template <class F>
+    void until_none_fails(F&& call) {
+        const int spacing = short_run() ? 16 : 2;
+        for (int k = static_cast<int>(outputs.size()) % spacing; plan_fault_; k += spacing, ++failures) {
+            plan_fault_(k);
+            try {
+                call();
+                return fakecuda::clear_faults();
+            } catch (const sekv::device_error& e) {
+                fakecuda::clear_faults();
+                EXPECT_FALSE(e.lost()) << e.what();
+            }
+        }
+        call();
+    }
+
+    world w_ = faults_world();
+    std::function<void(int)> plan_fault_;
+    std::unique_ptr<cache> c_;
+    std::array<sekv::sequence, 2> sequences_;
+    uid next_ = 1;
+};
+
+TEST_F(CudaBackendFaults, ABatchsQueriesCountOnceHoweverOftenItsAttendFails) {
+    const auto quota = quota_ - 90'000;
+    const batched_life undisturbed(quota);
+    for (const auto kind : {call::launch, call::copy, call::synchronise}) {
+        if (short_run() && kind != call::launch) continue;
+        const batched_life x(quota, [&](int k) { fakecuda::fail_after(kind, k, cudaErrorInvalidValue); });
+        EXPECT_GE(x.failures, short_run() ? 2 : 20);
+        ASSERT_EQ(x.outputs.size(), undisturbed.outputs.size());
+        for (std::size_t i = 0; i < x.outputs.size(); ++i) ASSERT_TRUE(x.outputs[i] == undisturbed.outputs[i]) << "kind " << static_cast<int>(kind) << ", output " << i << " of " << x.outputs.size();
+    }
 }
 
 TEST_F(CudaBackendFaults, AnAllocationOfTheCacheItselfMayFail) {
