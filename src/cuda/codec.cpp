@@ -155,6 +155,12 @@ void cuda_progressive_codec::take(std::span<const intake> from) {
     }
 }
 
+std::size_t cuda_progressive_codec::moment_bytes(const sequence& s) const {
+    std::size_t steps = 0;
+    for (std::size_t l = 0; l < s.ring_end.size(); ++l) steps += s.ring_begin[l] < s.ring_end[l] ? 2 : 0;
+    return steps * sizeof(cuda::moment_step);
+}
+
 void cuda_progressive_codec::fold(sequence& s, std::int32_t layer) {
     const intake rings{&s, layer, {}};
     take({&rings, 1});

@@ -9,6 +9,7 @@
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,6 +31,7 @@ struct limits {
     std::size_t slab = exact_slabs;
     std::uint64_t device = sekv::memory::unlimited, host = sekv::memory::unlimited;
     std::size_t pinned = ~std::size_t{0};
+    std::int32_t horizon = 64, epoch_tokens = 256;
 };
 
 world faults_world() {
@@ -40,7 +42,7 @@ world faults_world() {
 
 std::unique_ptr<cache> make_cache(const world& w, const limits& l) {
     auto codec = small_codec();
-    codec.horizon = 64;
+    codec.horizon = l.horizon, codec.epoch_tokens = l.epoch_tokens;
     codec.tau = 2e-3F;
     auto o = small_options();
     o.device_budget = l.device;
@@ -457,6 +459,73 @@ TEST_F(CudaBackendFaults, ABudgetMayBeTooSmallAtEachStage) {
     }
     std::printf("%lld of %lld budgets were too small, at%s; %lld were met by moving\n", static_cast<long long>(failures), static_cast<long long>(runs), names.c_str(), static_cast<long long>(moved));
     EXPECT_GE(failures, short_run() ? 1 : 5);
+}
+
+// A prompt, then blocks that are sealed one by one until a basis is fitted on what they decode to.
+struct sealed_life {
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> peaks;  ///< of host memory, before and after each call that may seal
+    std::vector<std::uint64_t> next;  ///< what the first sketch generation after each takes: bases and planes
+    std::size_t epochs = 0;
+
+    void run(cache& c, const world& w, std::uint64_t quota, uid chunks) {
+        const auto probe = c.open({sekv::memory::unlimited - 1, 2000});
+        const auto u = c.used(probe);
+        const auto s = c.open({quota + u.total(tier::device) - u.at(tier::device, sekv::kind::line_cache), 3000});
+        c.close(probe);
+        const auto call = [&](auto&& body) {
+            const auto before = c.peak(tier::host);
+            body();
+            peaks.emplace_back(before, c.peak(tier::host));
+            next.push_back(c.used(s).at(tier::host, sekv::kind::basis) + c.used(s).at(tier::device, sekv::kind::sketch));
+        };
+        for (uid i = 0; i < chunks; ++i) {
+            call([&] { c.reserve(s, 16); });
+            append_all(c, w, s, fresh(1 + 100 * i, 16));  // little at once: staging is the host's memory, too
+            if (i == 37) call([&] { c.end_prefill(s); });
+        }
+        std::vector<const void*> seen;
+        for (const auto& x : c.units(s)) seen.push_back(x.payload.statistics.get());
+        epochs = static_cast<std::size_t>(std::unique(seen.begin(), seen.end()) - seen.begin());
+    }
+};
+
+TEST_F(CudaBackendFaults, WhatASealAsksForSuffices) {
+    const auto w = faults_world();
+    struct kind {
+        std::int32_t horizon, epoch_tokens;
+        std::uint64_t quota;
+        uid chunks;
+    };
+    for (const auto& [horizon, epoch_tokens, quota, chunks] : {kind{0, 512, 450'000, 110}, kind{256, 256, 400'000, 75}}) {
+        sealed_life ample;
+        ample.run(*make_cache(w, {.horizon = horizon, .epoch_tokens = epoch_tokens}), w, quota, chunks);
+        EXPECT_GE(ample.epochs, 2) << "horizon " << horizon;
+        int refused = 0;
+        for (std::size_t i = 0; i < ample.peaks.size(); ++i) {
+            const auto [before, after] = ample.peaks[i];
+            if (after <= before) continue;
+            using refusal = std::optional<std::pair<std::size_t, sekv::budget_error>>;
+            const auto first_refusal = [&](std::uint64_t limit) -> refusal {  // up to call i, with so much host memory
+                sealed_life x;
+                try {
+                    x.run(*make_cache(w, {.host = limit, .horizon = horizon, .epoch_tokens = epoch_tokens}), w, quota, chunks);
+                } catch (const sekv::budget_error& e) {
+                    if (x.peaks.size() <= i) return std::pair(x.peaks.size(), e);
+                }
+                return {};
+            };
+            const auto r = first_refusal(after - 1);
+            if (!r) continue;  // the peak was that of the tables' staging, which may wait
+            ++refused;
+            const auto& [call, e] = *r;
+            EXPECT_NE(std::string(e.what()).find(" for the "), std::string::npos) << "horizon " << horizon << ", call " << call << ", not before it began: " << e.what();
+            EXPECT_TRUE(horizon == 0 || refused > 1 || e.requested() - e.available() - 1 >= ample.next[call]) << "the sketches after call " << call << " weren't asked for";
+            const auto again = first_refusal(after - 1 + e.requested() - e.available());
+            EXPECT_TRUE(!again || again->first > call) << "what was asked for doesn't suffice, horizon " << horizon << ", call " << call << ": " << again->second.what();
+        }
+        std::printf("horizon %d: %d calls refused, %zu epochs\n", horizon, refused, ample.epochs);
+        EXPECT_GE(refused, 2);
+    }
 }
 
 // Steps that the host runs ahead of. waited: not, so that each step's memory in flight can be used again by the next. Returns the last step's outputs.

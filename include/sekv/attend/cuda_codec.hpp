@@ -42,6 +42,8 @@ public:
     [[nodiscard]] sequence fork(const sequence& from, std::int64_t length);
     void truncate(sequence& s, std::int64_t length) noexcept;
     [[nodiscard]] usage sequence_usage(const sequence& s, const std::vector<unit>& units) const;
+    /// Pinned bytes beside seal_bytes that a seal takes for its time, for the moments that it makes the sequence's own, or for the sketch generation after it.
+    [[nodiscard]] std::uint64_t seal_scratch(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks) const;
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
     bool advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room);
 
@@ -77,6 +79,8 @@ private:
     [[nodiscard]] bool owns(std::int32_t layer) const noexcept { return layout_.head_index(layer, 0) >= 0; }
     [[nodiscard]] std::vector<double> metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const;
     struct moment_list;
+    /// What folding the rings takes.
+    [[nodiscard]] std::size_t moment_bytes(const sequence& s) const;
 
     cuda_backend where_;
     std::unique_ptr<cuda::cache_layout> places_;
