@@ -60,7 +60,9 @@ public:
     };
     /// Takes them in one launch: when it throws, no query counts and the rings are as they were, so that a call made again counts each once. Enqueues. Throws budget_error.
     void take(std::span<const intake> from);
+    /// One sequence's rings.
     void fold(sequence& s, std::int32_t layer = -1);
+    /// One sequence's queries of a layer, behind its ring's.
     void observe(sequence& s, std::int32_t layer, const rows_view& queries);
 
     /// Where kernels report what they can't throw (kernels/types.hpp's deferred_flags), and what is thrown for it: invalid_argument, once.
