@@ -134,8 +134,15 @@ __global__ void __launch_bounds__(threads) ring_kernel(ring_step step) {
     const auto slot = (item.position + row.index) % step.ring_tokens;
     float x[8];
     load8_any(step.queries.data, step.queries.type, tensor_index(step.queries, r, query_head) + j, x);
+    bool finite = true;
 #pragma unroll
-    for (std::int32_t e = 0; e < 8; ++e) x[e] *= step.layer.scale;
+    for (std::int32_t e = 0; e < 8; ++e) {
+        x[e] *= step.layer.scale;
+        if (is_finite(dtype::bf16, stored_bits(dtype::bf16, x[e]))) continue;
+        x[e] = 0;  // moments would never lose it again
+        finite = false;
+    }
+    if (!finite) atomicExch(&step.flags->queries_not_finite, 1);
     auto* ring = reinterpret_cast<__nv_bfloat16*>(item.sequence->query_ring + step.layer.query_ring);
     store8(ring + (slot * query_heads + query_head) * step.layer.key_size + j, x);
 }

@@ -26,6 +26,7 @@ struct decode_step {
     float* lse = nullptr;                ///< [rows, query_heads] or null; padding rows get -infinity
     zoom_counters* counters = nullptr;   ///< device
     std::byte* workspace = nullptr;      ///< device, decode_workspace_bytes
+    deferred_flags* flags = nullptr;     ///< where queries that aren't finite are reported; null: nowhere
 };
 
 /// Bytes for the layers of these shapes (the largest over layers is what a plan needs).

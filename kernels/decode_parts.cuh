@@ -56,18 +56,23 @@ __device__ __forceinline__ void load_group(const float* p, float (&x)[count]) {
     }
 }
 
-/// to[j * G + g] = scale * q_g[j] of the group's queries of one row, zeros past the group. By all threads; a barrier must follow.
+/// to[j * G + g] = scale * q_g[j] of the group's queries of one row, zeros past the group. By all threads; a barrier must follow. False if an element of the thread's is not finite.
 template <int G>
-__device__ __forceinline__ void stage_queries(const decode_step& step, std::int32_t row, std::int32_t head, float* to) {
+__device__ __forceinline__ bool stage_queries(const decode_step& step, std::int32_t row, std::int32_t head, float* to) {
     const auto& l = step.layer;
     const std::int32_t chunks = l.key_size / 8;
+    bool finite = true;
     for (std::int32_t i = static_cast<std::int32_t>(threadIdx.x); i < G * chunks; i += static_cast<std::int32_t>(blockDim.x)) {
         const std::int32_t g = i / chunks, j = i % chunks * 8;
         float x[8] = {};
         if (g < l.group) load8_any(step.queries.data, step.queries.type, row * step.queries.token_stride + (head * l.group + g) * step.queries.head_stride + j, x);
 #pragma unroll
-        for (int k = 0; k < 8; ++k) to[(j + k) * G + g] = x[k] * l.scale;
+        for (int k = 0; k < 8; ++k) {
+            to[(j + k) * G + g] = x[k] * l.scale;
+            finite = finite && is_finite(x[k]);
+        }
     }
+    return finite;
 }
 
 [[nodiscard]] __device__ __forceinline__ float soft_capped(float logit, float cap) { return cap > 0 ? cap * tanhf(logit / cap) : logit; }

@@ -229,7 +229,8 @@ __global__ void __launch_bounds__(threads, 3) score_exact(const decode_step step
         return;
     }
     if (warp == 0) list_pieces<G>(l, view, head, split, s);
-    stage_queries<G>(step, row, head, s.queries);
+    const bool finite = stage_queries<G>(step, row, head, s.queries);
+    if (split == 0 && !finite && step.flags != nullptr) atomicExch(&step.flags->queries_not_finite, 1);  // the one kernel that reads every query of every layer
     __syncthreads();
     const std::int32_t tiles = 2 * *s.count;
 

@@ -78,6 +78,10 @@ __device__ __forceinline__ void load_queries(prefill_shared<T, size>& shared, co
             load8_any(step.queries.data, step.queries.type,
                       (step.row + flat / group) * step.queries.token_stride + (head + flat % group) * step.queries.head_stride + j, x);
         }
+        bool finite = true;
+#pragma unroll
+        for (int k = 0; k < 8; ++k) finite = finite && is_finite(x[k]);
+        if (!finite && step.flags != nullptr) atomicExch(&step.flags->queries_not_finite, 1);
         store8(&shared.queries[row * pitch<size> + j], x);
     }
 }

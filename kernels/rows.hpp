@@ -5,11 +5,6 @@
 
 namespace sekv::cuda {
 
-/// Device flag of deferred errors; the host reads it between steps.
-struct append_flags {
-    std::int32_t not_finite = 0;  ///< 1 once a K or V that is not finite (after conversion to the stored type) was appended
-};
-
 /// Writes K [rows, kv_heads, dk] and V [rows, kv_heads, dv] of a batch at its items' positions into the exact pages of `layer_class` (0 whole-context, 1 sliding-window), rounded to the stored type.
 /// Padding rows write nothing.
 struct append_step {
@@ -19,17 +14,18 @@ struct append_step {
     const batch_entry* items = nullptr;
     const batch_row* rows = nullptr;
     tensor_in keys, values;
-    append_flags* flags = nullptr;
+    deferred_flags* flags = nullptr;
 };
 void append_rows(const append_step& step, stream s);
 
-/// Puts queries [rows, query_heads, dk] of a batch into the sequences' query rings, scaled by layer.scale, as bf16; slot = position % ring_tokens.
+/// Puts queries [rows, query_heads, dk] of a batch into the sequences' query rings, scaled by layer.scale, as bf16; slot = position % ring_tokens. Elements that aren't finite as bf16 become zeros.
 struct ring_step {
     layer_layout layer;
     std::int32_t row_count = 0, ring_tokens = 0;
     const batch_entry* items = nullptr;
     const batch_row* rows = nullptr;
     tensor_in queries;
+    deferred_flags* flags = nullptr;
 };
 void ring_queries(const ring_step& step, stream s);
 
@@ -51,6 +47,7 @@ struct prefill_step {
     std::int32_t tokens = 0, row = 0;      ///< query tokens, and the batch row of the first
     tensor_in queries;
     prefill_state state;
+    deferred_flags* flags = nullptr;       ///< where queries that aren't finite are reported; null: nowhere
 };
 void prefill_attend(const prefill_step& step, stream s);
 

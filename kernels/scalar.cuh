@@ -25,6 +25,8 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
     return __float2bfloat16_rn(x);
 }
 
+__device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000U) != 0x7f800000U; }
+
 /// Sixteen aligned bytes as one access.
 __device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
 __device__ __forceinline__ void store16(void* p, const uint4& x) { *static_cast<uint4*>(p) = x; }

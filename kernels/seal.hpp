@@ -56,17 +56,19 @@ private:
     std::unique_ptr<state> state_;
 };
 
-/// moments[head] [dk, dk] = decay^tokens * moments + sum_i decay^(tokens-1-i) sum_g q q^T: metric.hpp's add_queries for all KV heads of a layer. moments: fp32, device-accessible (pinned host is meant),
-/// head h at moments + h * dk * dk. queries: rows [0, tokens) of one item, unscaled; `scale` is applied.
+/// Queries of consecutive positions on their way into their layer's moments. moments[head] [dk, dk] = faded * moments + sum_i decay^(tokens-1-i) sum_g q q^T: metric.hpp's add_queries for all KV heads of a
+/// layer. moments: fp32, device-accessible (pinned host is meant), head h at moments + h * dk * dk. queries: rows [0, tokens) of one item, unscaled; `scale` is applied.
 struct moment_step {
-    layer_layout layer;
     float* moments = nullptr;
     tensor_in queries;
     std::int64_t tokens = 0;
-    double decay = 1;
+    std::int32_t kv_heads = 0, group = 0, key_size = 0;
     float scale = 1;
+    float faded = 1;  ///< decay^tokens
 };
-void add_queries(const moment_step& step, stream s);
+/// Steps in one launch, so that all are taken or, when it is refused, none. steps: memory that host and device can read; those with the same moments lie next to each other and are taken in turn.
+/// Elements that aren't finite count as zeros and are reported to flags (null: not).
+void add_queries(std::span<const moment_step> steps, double decay, deferred_flags* flags, stream s);
 
 /// to[i] = from[i] for `count` floats, a multiple of 4; pinned host memory is meant.
 void copy_floats(float* to, const float* from, std::int64_t count, stream s);

@@ -132,6 +132,12 @@ struct tensor_out {
     std::int64_t token_stride = 0, head_stride = 0;
 };
 
+/// Errors that kernels find, in memory that they write; the host reads it between steps.
+struct deferred_flags {
+    std::int32_t not_finite = 0;          ///< 1 once a K or V that is not finite (after conversion to the stored type) was appended
+    std::int32_t queries_not_finite = 0;  ///< 1 once a query was not finite, or left the range of a ring's bf16; in rings and moments its elements that aren't finite count as zeros
+};
+
 /// Zoom counters, added to by kernels; buckets are those of latency_histogram.
 struct zoom_counters {
     unsigned long long zooms = 0, tokens = 0, capped = 0, hits = 0, misses = 0, bytes = 0, most_tokens = 0;

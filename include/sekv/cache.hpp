@@ -56,8 +56,10 @@ public:
 
     // Filling.
 
-    /// Makes room for `tokens` more tokens in all layers, between steps: the appends that follow can't fail for memory. Oldest blocks are sealed (or, before end_prefill, moved to the
-    /// host) where the quota presses; sketches are made anew where the horizon asks. Throws budget_error before anything changes, but for sketches already brought to the generation of this length.
+    /// Makes room for `tokens` more tokens in all layers, between steps: the appends that follow can't fail for memory. (On a device backend calls also take pinned memory for their time, which isn't
+    /// held here and comes out of the host's budget: for rows in host memory, and a few bytes per token and block for kernels to read. A plan's appends from device memory take none after begin_step.)
+    /// Oldest blocks are sealed (or, before end_prefill, moved to the host) where the quota presses; sketches are made anew where the horizon asks. Throws budget_error before anything changes, but for
+    /// sketches already brought to the generation of this length.
     void reserve(sequence s, std::int64_t tokens);
     /// Appends keys [tokens, kv_heads, key_size] and values [tokens, kv_heads, value_size] of one layer, after RoPE. position: of the first token, checked against the layer's length when >= 0.
     /// queries: for engines that never call attend, the scaled-by-nothing queries [tokens, query_heads, key_size] of the same tokens, taken into the metric.

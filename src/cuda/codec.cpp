@@ -1,7 +1,10 @@
 // The CUDA codec's sequences and their query metric: what sealing needs beside the books.
 #include <algorithm>
 #include <cmath>
+#include <cstring>
+#include <functional>
 #include <limits>
+#include <string>
 
 #include "kernels/line_cache.hpp"
 #include "kernels/rows.hpp"
@@ -33,7 +36,7 @@ cuda::seal_shape shape_of(const cuda::cache_layout& places) {
 
 cuda_progressive_codec::cuda_progressive_codec(const model_shape& model, const options& o, dtype stored, block_pool& pool, cuda_backend& where)
     : progressive_books(model, o, checked_type(stored, o), pool), where_(where), places_(std::make_unique<cuda::cache_layout>(model_, options_, stored)) {
-    flags_ = pool.budget().allocate(tier::host, kind::workspace, sizeof(cuda::append_flags));
+    flags_ = pool.budget().allocate(tier::host, kind::workspace, sizeof(cuda::deferred_flags));
     if (layout_.heads() == 0) return;
     const auto shape = shape_of(*places_);
     seal_workspace_ = pool.budget().allocate(tier::device, kind::workspace, cuda::seal_workspace_bytes(shape));
@@ -86,43 +89,87 @@ usage cuda_progressive_codec::sequence_usage(const sequence& s, const std::vecto
     return u;
 }
 
-void cuda_progressive_codec::add_to_moments(sequence& s, std::int32_t layer, const rows_view& queries, float scale) {
-    const auto& l = model_.layers[static_cast<std::size_t>(layer)];
-    const auto owner = l.kv_source >= 0 ? l.kv_source : layer;
-    if (queries.tokens == 0 || !owns(owner)) return;
-    own_moments(s);
-    cuda::moment_step m;
-    m.layer = places_->layers[static_cast<std::size_t>(layer)];
-    m.moments = s.moments->as<float>(layout_.moment_offset(layout_.head_index(owner, 0)));
-    m.queries = {queries.data, queries.type, queries.token_stride, queries.head_stride};
-    m.tokens = queries.tokens;
-    m.decay = std::exp(-1.0 / options_.metric_memory);
-    m.scale = scale;
-    cuda::add_queries(m, where_.stream());
-    count_queries(s, static_cast<std::size_t>(owner), l.group, queries.tokens);
-}
+// What one launch adds to moments, and what is counted once it is accepted.
+struct cuda_progressive_codec::moment_list {
+    struct entry {
+        cuda::moment_step step;
+        sequence* to;
+        std::size_t owner;
+    };
+    cuda_progressive_codec& coder;
+    double decay = std::exp(-1.0 / coder.options_.metric_memory);
+    std::vector<entry> entries = {};
 
-void cuda_progressive_codec::observe(sequence& s, std::int32_t layer, const rows_view& queries) {
-    fold(s, layer);
-    add_to_moments(s, layer, queries, model_.layers[static_cast<std::size_t>(layer)].logit_scale());
-}
+    void add(sequence& s, std::int32_t layer, const rows_view& queries, float scale) {
+        const auto& l = coder.model_.layers[static_cast<std::size_t>(layer)];
+        const auto owner = l.kv_source >= 0 ? l.kv_source : layer;
+        if (queries.tokens == 0 || !coder.owns(owner)) return;
+        coder.own_moments(s);
+        cuda::moment_step m;
+        m.moments = s.moments->as<float>(coder.layout_.moment_offset(coder.layout_.head_index(owner, 0)));
+        m.queries = {queries.data, queries.type, queries.token_stride, queries.head_stride};
+        m.tokens = queries.tokens;
+        m.kv_heads = l.kv_heads, m.group = l.group, m.key_size = l.key_size;
+        m.scale = scale;
+        m.faded = static_cast<float>(std::pow(decay, static_cast<double>(queries.tokens)));
+        entries.push_back({m, &s, static_cast<std::size_t>(owner)});
+    }
 
-void cuda_progressive_codec::fold(sequence& s, std::int32_t layer) {
-    const auto first = layer < 0 ? 0 : layer;
-    const auto last = layer < 0 ? static_cast<std::int32_t>(model_.layers.size()) : layer + 1;
-    for (auto l = first; l < last; ++l) {
-        auto& begin = s.ring_begin[static_cast<std::size_t>(l)];
-        const auto end = s.ring_end[static_cast<std::size_t>(l)];
-        const auto& shape = model_.layers[static_cast<std::size_t>(l)];
-        while (begin < end) {  // twice where the ring wraps
+    // A layer's ring, in two parts where it wraps.
+    void add_ring(sequence& s, std::int32_t layer) {
+        const auto& shape = coder.model_.layers[static_cast<std::size_t>(layer)];
+        const auto row = static_cast<std::int64_t>(shape.query_heads()) * shape.key_size;
+        const auto end = s.ring_end[static_cast<std::size_t>(layer)];
+        for (auto begin = s.ring_begin[static_cast<std::size_t>(layer)]; begin < end;) {
             const auto slot = begin % cuda::ring_tokens;
             const auto n = std::min(end - begin, cuda::ring_tokens - slot);
-            const auto row = static_cast<std::int64_t>(shape.query_heads()) * shape.key_size;
-            const auto* data = s.ring.as<bf16>(places_->layers[static_cast<std::size_t>(l)].query_ring) + slot * row;
-            add_to_moments(s, l, {data, dtype::bf16, n, shape.query_heads(), shape.key_size, row, shape.key_size}, 1.0F);
+            const auto* data = s.ring.as<bf16>(coder.places_->layers[static_cast<std::size_t>(layer)].query_ring) + slot * row;
+            add(s, layer, {data, dtype::bf16, n, shape.query_heads(), shape.key_size, row, shape.key_size}, 1.0F);
             begin += n;
         }
     }
+
+    void launch() {
+        if (entries.empty()) return;
+        // Layers that share keys share moments.
+        std::stable_sort(entries.begin(), entries.end(), [](const entry& a, const entry& b) { return std::less<>()(a.step.moments, b.step.moments); });
+        const auto steps = coder.pool_->budget().allocate(tier::host, kind::workspace, entries.size() * sizeof(cuda::moment_step));
+        for (std::size_t i = 0; i < entries.size(); ++i) std::memcpy(steps.data() + i * sizeof(cuda::moment_step), &entries[i].step, sizeof(cuda::moment_step));
+        cuda::add_queries({steps.as<cuda::moment_step>(), entries.size()}, decay, coder.flags_.as<cuda::deferred_flags>(), coder.where_.stream());
+        for (const auto& e : entries) coder.count_queries(*e.to, e.owner, e.step.group, e.step.tokens);
+    }
+};
+
+void cuda_progressive_codec::take(std::span<const intake> from) {
+    const auto each_layer = [&](const intake& x, auto&& f) {
+        const auto last = x.layer < 0 ? static_cast<std::int32_t>(model_.layers.size()) : x.layer + 1;
+        for (auto l = std::max(x.layer, 0); l < last; ++l) f(l);
+    };
+    moment_list list{*this};
+    for (const auto& x : from) {
+        each_layer(x, [&](std::int32_t l) { list.add_ring(*x.to, l); });
+        if (x.queries.data != nullptr) list.add(*x.to, x.layer, x.queries, model_.layers[static_cast<std::size_t>(x.layer)].logit_scale());
+    }
+    list.launch();
+    for (const auto& x : from) {
+        each_layer(x, [&](std::int32_t l) { x.to->ring_begin[static_cast<std::size_t>(l)] = x.to->ring_end[static_cast<std::size_t>(l)]; });
+    }
+}
+
+std::size_t cuda_progressive_codec::moment_bytes(const sequence& s) const {
+    std::size_t steps = 0;
+    for (std::size_t l = 0; l < s.ring_end.size(); ++l) steps += s.ring_begin[l] < s.ring_end[l] ? 2 : 0;
+    return steps * sizeof(cuda::moment_step);
+}
+
+void cuda_progressive_codec::fold(sequence& s, std::int32_t layer) {
+    const intake rings{&s, layer, {}};
+    take({&rings, 1});
+}
+
+void cuda_progressive_codec::observe(sequence& s, std::int32_t layer, const rows_view& queries) {
+    const intake x{&s, layer, queries};
+    take({&x, 1});
 }
 
 bool cuda_progressive_codec::advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) {
@@ -143,10 +190,15 @@ std::vector<cuda_progressive_codec::unit> cuda_progressive_codec::seal(sequence&
 }
 
 void cuda_progressive_codec::check_flags() {
-    auto* flags = flags_.as<volatile cuda::append_flags>();
-    if (flags->not_finite == 0) return;
-    flags->not_finite = 0;
-    throw invalid_argument("Keys or values that were appended from device memory are not finite, or leave the range of the stored type; truncate the sequences of that step to their lengths before it, or close them.");
+    auto* flags = flags_.as<volatile cuda::deferred_flags>();
+    const bool rows = flags->not_finite != 0, queries = flags->queries_not_finite != 0;
+    if (rows) flags->not_finite = 0;
+    if (queries) flags->queries_not_finite = 0;
+    if (rows)
+        throw invalid_argument(std::string("Keys or values that were appended from device memory are not finite, or leave the range of the stored type; truncate the sequences of that step to their lengths before it, or close them.") +
+                               (queries ? " Queries are not finite either." : ""));
+    if (queries)
+        throw invalid_argument("Some queries that an earlier step gave in device memory are not finite, or leave the range of bf16; check the model's activations, and don't use that step's outputs. What isn't finite counts as zero in the metric.");
 }
 
 // By a kernel, in order with the others: a copy between two host ranges would stop the device.

@@ -1,6 +1,7 @@
 // Sealing on the device, layer by layer: the CUDA codec's part of the books.
 #include <algorithm>
 #include <cstring>
+#include <iterator>
 
 #include "kernels/rows.hpp"
 #include "kernels/seal.hpp"
@@ -18,10 +19,11 @@ using unit = progressive_books::unit;
 template <class T>
 class kernel_array {
 public:
-    kernel_array(memory& mem, const std::vector<T>& values) : bytes_(mem.allocate(tier::host, kind::workspace, std::max<std::size_t>(1, values.size()) * sizeof(T))) {
+    kernel_array(memory& mem, const std::vector<T>& values) : bytes_(mem.allocate(tier::host, kind::workspace, bytes(values.size()))) {
         if (!values.empty()) std::memcpy(bytes_.data(), values.data(), values.size() * sizeof(T));
     }
     [[nodiscard]] T* data() const noexcept { return bytes_.as<T>(); }
+    [[nodiscard]] static std::size_t bytes(std::size_t count) noexcept { return std::max<std::size_t>(1, count) * sizeof(T); }
 
 private:
     buffer bytes_;
@@ -35,6 +37,7 @@ struct unit_pages {
         : sketches(mem, collect(units, [](const progressive_block& p) { return p.sketch->as<std::uint8_t>(); })),
           lines(mem, collect(units, [](const progressive_block& p) { return p.lines->as<std::uint8_t>(); })),
           exact(mem, collect(units, [](const progressive_block& p) { return p.exact ? p.exact->as<std::uint8_t>() : nullptr; })) {}
+    [[nodiscard]] static std::size_t bytes(std::size_t count) noexcept { return 3 * kernel_array<std::uint8_t*>::bytes(count); }
 
 private:
     template <class Get>
@@ -53,10 +56,25 @@ std::vector<cuda::exact_block> exact_rows(std::span<const row_block> pages, std:
     return out;
 }
 
+// The blocks that begin in the range.
+std::vector<unit> units_in(const std::vector<unit>& units, token_range range) {
+    std::vector<unit> out;
+    std::copy_if(units.begin(), units.end(), std::back_inserter(out), [&](const unit& u) { return u.begin >= range.begin && u.begin < range.end(); });
+    return out;
+}
+
+std::size_t view_bytes(const cuda::sealed_lists& lists) { return cuda::table_bytes(0, lists.blocks.size(), std::max(lists.epochs.size(), lists.key_bases.size())); }
+
+std::size_t widest_page(const cuda::cache_layout& places) {
+    std::size_t page = 0;
+    for (const auto& l : places.layers) page = std::max(page, cuda::strip_page_bytes(l));
+    return page;
+}
+
 // Units as kernels decode them outside a step: a sequence_view in pinned memory.
 buffer kernel_view(memory& mem, const std::vector<unit>& units) {
     const auto lists = cuda::list_sealed(units);
-    auto image = mem.allocate(tier::host, kind::workspace, cuda::table_bytes(0, lists.blocks.size(), std::max(lists.epochs.size(), lists.key_bases.size())));
+    auto image = mem.allocate(tier::host, kind::workspace, view_bytes(lists));
     const auto bytes = cuda::sealed_image(lists, image.data());
     std::memcpy(image.data(), bytes.data(), bytes.size());
     return image;
@@ -71,6 +89,22 @@ cuda::seal_rows rows_of(const std::vector<cuda::exact_block>& blocks, const cuda
 }
 
 }  // namespace
+
+// Follows what the functions below and moment_list allocate.
+std::uint64_t cuda_progressive_codec::seal_scratch(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks) const {
+    const auto n = static_cast<std::size_t>(blocks);
+    std::size_t most = std::max(kernel_array<cuda::exact_block>::bytes(n) + unit_pages::bytes(n), moment_bytes(s));
+    if (s.newest && epochs_for(s, range.count) == 0 && s.since_fit >= options_.epoch_tokens) {
+        const auto decoded = units_in(before, {range.begin - s.since_fit, s.since_fit});
+        most = std::max(most, view_bytes(cuda::list_sealed(decoded)) + decoded.size() * widest_page(*places_) + kernel_array<cuda::exact_block>::bytes(decoded.size()));
+    }
+    if (options_.horizon > 0 && (s.newest ? s.sketched_at : range.end()) + options_.horizon < s.capacity) {  // the next sketches, if the sequence can live to see them
+        const auto all = before.size() + n;
+        const auto bases = static_cast<std::size_t>(s.epochs + epochs_for(s, range.count)) + 1;
+        most = std::max(most, all * layout_.sketch_block_bytes() + cuda::table_bytes(0, all, bases) + kernel_array<std::uint8_t*>::bytes(all));
+    }
+    return most + (s.moments.use_count() > 1 && moment_bytes(s) > 0 ? layout_.moment_bytes() : 0);
+}
 
 void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) {
     sealer_->use(where_.stream());
@@ -116,13 +150,9 @@ void cuda_progressive_codec::encode_units(std::vector<unit>& units, const seal_r
 void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e, const std::vector<unit>& units, token_range range, std::int64_t length) {
     sealer_->use(where_.stream());
     auto& mem = pool_->budget();
-    std::vector<unit> decoded;
-    for (const auto& u : units) {
-        if (u.begin >= range.begin && u.begin < range.end()) decoded.push_back(u);
-    }
+    const auto decoded = units_in(units, range);
     const auto image = kernel_view(mem, decoded);
-    std::size_t page = 0;
-    for (const auto& l : places_->layers) page = std::max(page, cuda::strip_page_bytes(l));
+    const auto page = widest_page(*places_);
     const auto strip = mem.allocate(tier::host, kind::workspace, page * decoded.size());
     for (std::int32_t l = 0; l < static_cast<std::int32_t>(model_.layers.size()); ++l) {
         if (!owns(l)) continue;

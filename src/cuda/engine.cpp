@@ -145,31 +145,43 @@ void cuda_engine::cut_windows(step_tables& t) {
 
 // Steps.
 
-void cuda_engine::send(step_tables& t, std::byte* workspace, std::span<const item> items) const {
-    std::vector<cuda::batch_entry> entries;
+namespace {
+
+// f(entry) of a plan's items in turn, until one is false; items that are padding have no sequence.
+template <class F>
+bool every_entry(const std::vector<batch_item>& plan, std::span<const cuda_engine::item> items, F&& f) {
     std::int32_t row = 0;
     auto next = items.begin();
-    for (const auto& i : t.items) {
+    for (const auto& i : plan) {
         cuda::batch_entry e{nullptr, 0, static_cast<std::int32_t>(i.tokens), row};
-        if (next != items.end() && next->row == row) {
-            settle(*next->record);
-            if (!covers(t, *next->record)) throw state_error("The plan's launch shapes no longer cover a sequence of " + std::to_string(next->record->scored_tokens()) + " tokens; make a new plan, and capture anew what was captured with this one.");
-            e.sequence = next->record->own.tables.as<cuda::sequence_view>();
-            e.position = next->position;
-            ++next;
-        }
-        entries.push_back(e);
-        row += static_cast<std::int32_t>(i.tokens);
+        if (next != items.end() && next->row == row) e.sequence = next->record->own.tables.as<cuda::sequence_view>(), e.position = next->position, ++next;
+        if (!f(e)) return false;
+        row += e.tokens;
     }
+    return true;
+}
+
+}  // namespace
+
+void cuda_engine::send(step_tables& t, std::byte* workspace, std::span<const item> items) const {
+    for (const auto& i : items) {
+        settle(*i.record);
+        if (!covers(t, *i.record)) throw state_error("The plan's launch shapes no longer cover a sequence of " + std::to_string(i.record->scored_tokens()) + " tokens; make a new plan, and capture anew what was captured with this one.");
+    }
+    const bool same = t.rows_sent && every_entry(t.items, items, [sent = t.sent.begin()](const cuda::batch_entry& e) mutable {
+        const auto& before = *sent++;
+        return e.sequence == before.sequence && e.position == before.position;
+    });
+    if (same) return;  // as in all calls of a step but the first
+    if (state_->context.capturing()) throw state_error("The plan's positions have not been sent, and the stream is being captured; call begin_step before the capture begins.");
+    std::vector<cuda::batch_entry> entries;
+    entries.reserve(t.items.size() + t.pieces.size());
+    every_entry(t.items, items, [&](const cuda::batch_entry& e) { return entries.push_back(e), true; });
     for (const auto& p : t.pieces) {
         auto e = entries[p.item];
         e.position += p.first, e.tokens = p.tokens, e.row = p.row;
         entries.push_back(e);
     }
-    const auto equal = [](const cuda::batch_entry& a, const cuda::batch_entry& b) { return a.sequence == b.sequence && a.position == b.position; };
-    const bool changed = !std::equal(entries.begin(), entries.end(), t.sent.begin(), t.sent.end(), equal);
-    if (!changed && t.rows_sent) return;
-    if (state_->context.capturing()) throw state_error("The plan's positions have not been sent, and the stream is being captured; call begin_step before the capture begins.");
     const auto bytes = t.rows_sent ? entries.size() * sizeof(cuda::batch_entry) : t.work_at;
     const auto staging = state_->pinned(bytes);
     std::memcpy(staging.data(), entries.data(), entries.size() * sizeof(cuda::batch_entry));

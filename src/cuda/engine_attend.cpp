@@ -27,34 +27,37 @@ void cuda_engine::ready_metric(const step_tables& t, std::int32_t layer, std::sp
     }
 }
 
-// The queries enter the metric: by way of the rings, whose content is folded into the moments once in 64 positions, or at once when there are many. Last in a call: what fails before may be called again
-// without their counting twice.
+// The queries enter the metric: by way of the rings, whose content is folded into the moments once in 64 positions, or at once when there are many. Last in a call, and each launch takes all of its queries or
+// none, so a call made again counts them once. What a call folded that is refused at the ring stays folded: the same sum, taken earlier.
 void cuda_engine::take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries) {
     if (state_->shape(layer).windowed()) return;
     const auto l = static_cast<std::size_t>(layer);
     const bool many = takes_many(t, items);
+    std::vector<cuda_progressive_codec::intake> taken;
     for (const auto& i : items) {
         auto& own = i.record->own;
-        auto &begin = own.ring_begin[l], &end = own.ring_end[l];
+        const auto begin = own.ring_begin[l], end = own.ring_end[l];
         if (many) {
             auto mine = queries;
             mine.data = queries.row(i.row, 0);
             mine.tokens = i.tokens;
-            state_->coder.observe(own, layer, mine);
-            begin = end = i.position + i.tokens;
+            taken.push_back({&own, layer, mine});
         } else if (begin != end && (end != i.position || i.position + i.tokens - begin > cuda::ring_tokens)) {
-            state_->coder.fold(own, layer);
+            taken.push_back({&own, layer, {}});
         }
     }
-    t.attended[l] = 1;
-    if (many) return;
-    cuda::ring_queries({state_->layout(layer), static_cast<std::int32_t>(queries.tokens), cuda::ring_tokens, reinterpret_cast<const cuda::batch_entry*>(workspace), reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(queries)},
-                       state_->stream());
+    state_->coder.take(taken);
+    if (!many)
+        cuda::ring_queries({state_->layout(layer), static_cast<std::int32_t>(queries.tokens), cuda::ring_tokens, reinterpret_cast<const cuda::batch_entry*>(workspace),
+                            reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(queries), state_->flags()},
+                           state_->stream());
     for (const auto& i : items) {
         auto &begin = i.record->own.ring_begin[l], &end = i.record->own.ring_end[l];
-        if (begin == end) begin = i.position;
-        end = i.position + i.tokens;
+        const auto after = i.position + i.tokens;
+        if (many || begin == end) begin = many ? after : i.position;
+        end = after;
     }
+    t.attended[l] = 1;
 }
 
 void cuda_engine::attend(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse) {
@@ -78,10 +81,11 @@ void cuda_engine::attend(step_tables& t, std::byte* workspace, std::int32_t laye
             throw;
         }
     }
-    if (to.on_host()) state_->land_counters();
+    if (to.on_host()) {
+        state_->land_counters();
+        state_->context.memory().synchronize();
+    }
     take_queries(t, workspace, layer, items, q.view);
-    if (!to.on_host()) return;
-    state_->context.memory().synchronize();
     to.deliver();
 }
 
@@ -102,6 +106,7 @@ void cuda_engine::attend_adaptive(const step_tables& t, std::byte* workspace, st
         step.lse = to.lse != nullptr ? to.lse + static_cast<std::int64_t>(x.row) * queries.heads : nullptr;
         step.counters = state_->counters.as<cuda::zoom_counters>();
         step.workspace = workspace + t.work_at;
+        step.flags = state_->flags();
         cuda::attend_decode(step, state_->stream());
     }
 }
@@ -114,7 +119,7 @@ public:
         : state_(s), item_(i), layout_(s.layout(layer)), class_(s.class_of(layer)), blocks_(i.record->of(class_).blocks()), most_(t.strip_blocks),
           strips_(s.context.memory().copies(), workspace + t.strips_at, t.strip_bytes, 2, s.stream()),
           heads_(cuda::strip_heads(layout_)), page_(cuda::strip_page_bytes(layout_)), lists_(s.pinned((i.record->sealed.size() + blocks_.size()) * sizeof(cuda::exact_block))) {
-        step_ = {layout_, heads_, nullptr, 0, i.position, static_cast<std::int32_t>(i.tokens), static_cast<std::int32_t>(i.row), cuda::tensor(queries), into};
+        step_ = {layout_, heads_, nullptr, 0, i.position, static_cast<std::int32_t>(i.tokens), static_cast<std::int32_t>(i.row), cuda::tensor(queries), into, s.flags()};
     }
 
     void run() {

@@ -75,7 +75,7 @@ void cuda_engine::write(std::span<const item> items, std::int32_t layer, const s
     std::memcpy(tables.data(), entries.data(), entries.size() * sizeof(cuda::batch_entry));
     std::memcpy(tables.data() + head, rows.data(), rows.size() * sizeof(cuda::batch_row));
     cuda::append_rows({state_->layout(layer), state_->shape(layer).windowed() ? 1 : 0, static_cast<std::int32_t>(rows.size()), tables.as<cuda::batch_entry>(), tables.as<cuda::batch_row>(head), cuda::tensor(keys.view),
-                       cuda::tensor(values.view), reinterpret_cast<cuda::append_flags*>(state_->coder.flags())},
+                       cuda::tensor(values.view), state_->flags()},
                       state_->stream());
 }
 
@@ -83,7 +83,7 @@ void cuda_engine::write(step_tables& t, std::byte* workspace, std::span<const it
     const cuda::device_guard guard(state_->context.device());
     send(t, workspace, items);
     cuda::append_rows({state_->layout(layer), state_->shape(layer).windowed() ? 1 : 0, static_cast<std::int32_t>(keys.view.tokens), reinterpret_cast<const cuda::batch_entry*>(workspace),
-                       reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(keys.view), cuda::tensor(values.view), reinterpret_cast<cuda::append_flags*>(state_->coder.flags())},
+                       reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(keys.view), cuda::tensor(values.view), state_->flags()},
                       state_->stream());
 }
 

@@ -33,7 +33,7 @@ public:
           b_(page_bytes(layer_), 1000, {64, 3}),
           keys(random_, c.type, row_count, c.kv_heads, c.dk, c.lead, c.gap),
           values(random_, c.type, row_count, c.kv_heads, c.dv, c.lead, c.gap),
-          flags_(std::vector<append_flags>(1)) {
+          flags_(std::vector<deferred_flags>(1)) {
         std::vector<sequence_view> views(2);
         views[0].exact[c.layer_class] = a_.device->get(), views[0].exact_count[c.layer_class] = static_cast<std::int32_t>(a_.blocks.size());
         views[1].exact[c.layer_class] = b_.device->get(), views[1].exact_count[c.layer_class] = static_cast<std::int32_t>(b_.blocks.size());
@@ -96,7 +96,7 @@ public:
     tensor keys, values;
 
 private:
-    array<append_flags> flags_;
+    array<deferred_flags> flags_;
 };
 
 void expect_append(const append_case& c, std::uint32_t s) {
@@ -167,7 +167,7 @@ TEST(CudaAppend, OneRow) {
         const array<sequence_view> view(std::vector<sequence_view>{v});
         const array<batch_entry> items(std::vector<batch_entry>{{view.get(), position, 1, 0}});
         const array<batch_row> rows(std::vector<batch_row>{{0, 0}});
-        const array<append_flags> flags(std::vector<append_flags>(1));
+        const array<deferred_flags> flags(std::vector<deferred_flags>(1));
         append_rows({layer, 0, 1, items.get(), rows.get(), keys.view(), values.view(), flags.get()}, nullptr);
         finish();
         const auto page = list.pages[static_cast<std::size_t>(position / 64)].read();
@@ -213,10 +213,12 @@ void expect_ring(dtype type, std::int32_t kv_heads, std::int32_t group, std::int
     }
     const array<batch_entry> items(host_items);
     const array<batch_row> rows(host_rows);
-    ring_queries({l, row_count, ring, items.get(), rows.get(), queries.view()}, nullptr);
+    const array<deferred_flags> flags(std::vector<deferred_flags>(1));
+    ring_queries({l, row_count, ring, items.get(), rows.get(), queries.view(), flags.get()}, nullptr);
     finish();
     EXPECT_EQ(first.read(), expected[0]);
     EXPECT_EQ(second.read(), expected[1]);
+    EXPECT_EQ(flags.read()[0].queries_not_finite, 0);
 }
 
 TEST(CudaRing, KeepsTheLatestQueries) {
@@ -224,6 +226,39 @@ TEST(CudaRing, KeepsTheLatestQueries) {
         for (const std::int32_t dk : {64, 80, 256}) expect_ring(type, 2, dk == 80 ? 3 : 16, dk, dk == 64 ? 5 : 0);
     }
     under_schedules(4, [] { expect_ring(dtype::bf16, 3, 5, 96, 0); });
+}
+
+// A padding row, then one of a sequence; element `at` of one of them is x.
+TEST(CudaRing, TakesZerosForWhatIsNotFinite) {
+    layer_layout l;
+    l.kv_heads = 2, l.group = 2, l.key_size = 64, l.value_size = 64, l.scale = 0.125F;
+    constexpr std::size_t row = 2 * 2 * 64;
+    const auto run = [&](float x, std::size_t at, std::size_t of_row, bool reported) {
+        std::vector<float> queries(2 * row, 8.0F);
+        queries[of_row * row + at] = x;
+        const array<float> in(queries);
+        const array<std::uint16_t> ring(64 * row);
+        sequence_view v;
+        v.query_ring = reinterpret_cast<std::byte*>(ring.get());
+        const array<sequence_view> view(std::vector<sequence_view>{v});
+        const array<batch_entry> items(std::vector<batch_entry>{{nullptr, 0, 1, 0}, {view.get(), 67, 1, 1}});
+        const array<batch_row> rows(std::vector<batch_row>{{0, 0}, {1, 0}});
+        const array<deferred_flags> flags(std::vector<deferred_flags>(1));
+        ring_queries({l, 2, 64, items.get(), rows.get(), {in.get(), dtype::f32, static_cast<std::int64_t>(row), 64}, flags.get()}, nullptr);
+        finish();
+        EXPECT_EQ(flags.read()[0].queries_not_finite != 0, reported) << x;
+        EXPECT_EQ(flags.read()[0].not_finite, 0);
+        const auto got = ring.read();
+        for (std::size_t i = 0; i < row; ++i) {
+            const float expected = of_row == 1 && i == at ? (reported ? 0.0F : x * 0.125F) : 1.0F;
+            ASSERT_EQ(got[3 * row + i], bits_of(dtype::bf16, expected)) << x << ", element " << i;
+        }
+    };
+    for (const float x : {std::numeric_limits<float>::infinity(), -std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN()}) {
+        for (const std::size_t at : {std::size_t{0}, std::size_t{77}, row - 1}) run(x, at, 1, true);
+        run(x, 3, 0, false);
+    }
+    run(3.0e38F, 9, 1, false);
 }
 
 // One page of `capacity` tokens, rows [first, first + count).

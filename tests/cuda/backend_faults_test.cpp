@@ -2,12 +2,14 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <functional>
 #include <map>
 #include <memory>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -29,6 +31,7 @@ struct limits {
     std::size_t slab = exact_slabs;
     std::uint64_t device = sekv::memory::unlimited, host = sekv::memory::unlimited;
     std::size_t pinned = ~std::size_t{0};
+    std::int32_t horizon = 64, epoch_tokens = 256;
 };
 
 world faults_world() {
@@ -39,7 +42,7 @@ world faults_world() {
 
 std::unique_ptr<cache> make_cache(const world& w, const limits& l) {
     auto codec = small_codec();
-    codec.horizon = 64;
+    codec.horizon = l.horizon, codec.epoch_tokens = l.epoch_tokens;
     codec.tau = 2e-3F;
     auto o = small_options();
     o.device_budget = l.device;
@@ -293,7 +296,7 @@ INSTANTIATE_TEST_SUITE_P(Slabs, CudaBackendMemoryFaults, testing::Values(exact_s
 TEST_F(CudaBackendFaults, EveryLaunchMayBeRefused) {
     scenario s(quota_);
     const auto refuse = [](int k) { fakecuda::fail_after(call::launch, k, cudaErrorLaunchOutOfResources); };
-    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 25 : 9, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
+    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 25 : 5, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
     std::printf("%lld launches refused\n", static_cast<long long>(failures));
     EXPECT_GE(failures, short_run() ? 2 : 20);
     expect_same_end(s, *undisturbed_, "after launches that were refused");
@@ -306,6 +309,87 @@ TEST_F(CudaBackendFaults, EveryCopyMayFail) {
     std::printf("%lld copies failed\n", static_cast<long long>(failures));
     EXPECT_GE(failures, short_run() ? 2 : 20);
     expect_same_end(s, *undisturbed_, "after copies that failed");
+}
+
+// What was waited for is done, so only what comes behind the wait may be missing.
+TEST_F(CudaBackendFaults, EveryWaitMayReportAnError) {
+    scenario s(quota_);
+    const auto refuse = [](int k) { fakecuda::fail_after(call::synchronise, k, cudaErrorInvalidValue); };
+    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 1 : 5, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
+    std::printf("%lld waits failed\n", static_cast<long long>(failures));
+    EXPECT_GE(failures, short_run() ? 2 : 20);
+    expect_same_end(s, *undisturbed_, "after waits that failed");
+}
+
+// Two sequences in one batch from host memory: prompts, drafts that make the rings wrap, more prompt behind them. Each attend is made again until none of its driver calls fails; then the history is sealed.
+class batched_life {
+public:
+    explicit batched_life(std::uint64_t quota, std::function<void(int)> plan_fault = {}) : plan_fault_(std::move(plan_fault)), c_(make_cache(w_, {})), sequences_{c_->open({quota, 2000}), c_->open({quota, 2000})} {
+        for (int i = 0; i < 2; ++i) step({60, 80}, resolution::full);
+        for (int i = 0; i < 4; ++i) step({40, 9}, resolution::adaptive);
+        for (int i = 0; i < 2; ++i) step({5, 70}, resolution::full);
+        for (int i = 0; i < 2; ++i) step({70, 30}, resolution::adaptive);
+        plan_fault_ = {};
+        step({200, 200}, resolution::full);
+        for (const auto s : sequences_) c_->end_prefill(s);
+        for (int i = 0; i < 3; ++i) step({1, 2}, resolution::adaptive);
+        for (const auto s : sequences_) EXPECT_GE(c_->sealed(s), 256);  // with bases that follow the metric
+    }
+    std::vector<result> outputs;
+    std::int64_t failures = 0;
+
+private:
+    void step(const std::array<std::int64_t, 2>& counts, resolution how) {
+        const std::array tokens{fresh(next_, counts[0]), fresh(next_ + 1000, counts[1])};
+        next_ += 2000;
+        uids all = tokens[0];
+        all.insert(all.end(), tokens[1].begin(), tokens[1].end());
+        for (std::size_t i = 0; i < 2; ++i) c_->reserve(sequences_[i], counts[i]);
+        const sekv::batch_item items[] = {{sequences_[0], counts[0], -1}, {sequences_[1], counts[1], -1}};
+        for (std::int32_t l = 0; l < w_.layers(); ++l) {
+            for (std::size_t i = 0; i < 2; ++i) append(*c_, w_, sequences_[i], l, tokens[i]);
+            const auto& x = w_.at(l);
+            const auto q = w_.queries(l, all);
+            result r;
+            r.out.emplace_back(all.size() * static_cast<std::size_t>(x.query_heads() * x.value_size), NAN);
+            until_none_fails([&] { c_->attend(items, l, sekv::rows(q.data(), ssize(all), x.query_heads(), x.key_size), how, sekv::out_rows(r.out.back().data(), ssize(all), x.query_heads(), x.value_size)); });
+            outputs.push_back(std::move(r));
+        }
+    }
+
+    template <class F>
+    void until_none_fails(F&& call) {
+        const int spacing = short_run() ? 16 : 2;
+        for (int k = static_cast<int>(outputs.size()) % spacing; plan_fault_; k += spacing, ++failures) {
+            plan_fault_(k);
+            try {
+                call();
+                return fakecuda::clear_faults();
+            } catch (const sekv::device_error& e) {
+                fakecuda::clear_faults();
+                EXPECT_FALSE(e.lost()) << e.what();
+            }
+        }
+        call();
+    }
+
+    world w_ = faults_world();
+    std::function<void(int)> plan_fault_;
+    std::unique_ptr<cache> c_;
+    std::array<sekv::sequence, 2> sequences_;
+    uid next_ = 1;
+};
+
+TEST_F(CudaBackendFaults, ABatchsQueriesCountOnceHoweverOftenItsAttendFails) {
+    const auto quota = quota_ - 90'000;
+    const batched_life undisturbed(quota);
+    for (const auto kind : {call::launch, call::copy, call::synchronise}) {
+        if (short_run() && kind != call::launch) continue;
+        const batched_life x(quota, [&](int k) { fakecuda::fail_after(kind, k, cudaErrorInvalidValue); });
+        EXPECT_GE(x.failures, short_run() ? 2 : 20);
+        ASSERT_EQ(x.outputs.size(), undisturbed.outputs.size());
+        for (std::size_t i = 0; i < x.outputs.size(); ++i) ASSERT_TRUE(x.outputs[i] == undisturbed.outputs[i]) << "kind " << static_cast<int>(kind) << ", output " << i << " of " << x.outputs.size();
+    }
 }
 
 TEST_F(CudaBackendFaults, AnAllocationOfTheCacheItselfMayFail) {
@@ -375,6 +459,73 @@ TEST_F(CudaBackendFaults, ABudgetMayBeTooSmallAtEachStage) {
     }
     std::printf("%lld of %lld budgets were too small, at%s; %lld were met by moving\n", static_cast<long long>(failures), static_cast<long long>(runs), names.c_str(), static_cast<long long>(moved));
     EXPECT_GE(failures, short_run() ? 1 : 5);
+}
+
+// A prompt, then blocks that are sealed one by one until a basis is fitted on what they decode to.
+struct sealed_life {
+    std::vector<std::pair<std::uint64_t, std::uint64_t>> peaks;  ///< of host memory, before and after each call that may seal
+    std::vector<std::uint64_t> next;  ///< what the first sketch generation after each takes: bases and planes
+    std::size_t epochs = 0;
+
+    void run(cache& c, const world& w, std::uint64_t quota, uid chunks) {
+        const auto probe = c.open({sekv::memory::unlimited - 1, 2000});
+        const auto u = c.used(probe);
+        const auto s = c.open({quota + u.total(tier::device) - u.at(tier::device, sekv::kind::line_cache), 3000});
+        c.close(probe);
+        const auto call = [&](auto&& body) {
+            const auto before = c.peak(tier::host);
+            body();
+            peaks.emplace_back(before, c.peak(tier::host));
+            next.push_back(c.used(s).at(tier::host, sekv::kind::basis) + c.used(s).at(tier::device, sekv::kind::sketch));
+        };
+        for (uid i = 0; i < chunks; ++i) {
+            call([&] { c.reserve(s, 16); });
+            append_all(c, w, s, fresh(1 + 100 * i, 16));  // little at once: staging is the host's memory, too
+            if (i == 37) call([&] { c.end_prefill(s); });
+        }
+        std::vector<const void*> seen;
+        for (const auto& x : c.units(s)) seen.push_back(x.payload.statistics.get());
+        epochs = static_cast<std::size_t>(std::unique(seen.begin(), seen.end()) - seen.begin());
+    }
+};
+
+TEST_F(CudaBackendFaults, WhatASealAsksForSuffices) {
+    const auto w = faults_world();
+    struct kind {
+        std::int32_t horizon, epoch_tokens;
+        std::uint64_t quota;
+        uid chunks;
+    };
+    for (const auto& [horizon, epoch_tokens, quota, chunks] : {kind{0, 512, 450'000, 110}, kind{256, 256, 400'000, 75}}) {
+        sealed_life ample;
+        ample.run(*make_cache(w, {.horizon = horizon, .epoch_tokens = epoch_tokens}), w, quota, chunks);
+        EXPECT_GE(ample.epochs, 2) << "horizon " << horizon;
+        int refused = 0;
+        for (std::size_t i = 0; i < ample.peaks.size(); ++i) {
+            const auto [before, after] = ample.peaks[i];
+            if (after <= before) continue;
+            using refusal = std::optional<std::pair<std::size_t, sekv::budget_error>>;
+            const auto first_refusal = [&](std::uint64_t limit) -> refusal {  // up to call i, with so much host memory
+                sealed_life x;
+                try {
+                    x.run(*make_cache(w, {.host = limit, .horizon = horizon, .epoch_tokens = epoch_tokens}), w, quota, chunks);
+                } catch (const sekv::budget_error& e) {
+                    if (x.peaks.size() <= i) return std::pair(x.peaks.size(), e);
+                }
+                return {};
+            };
+            const auto r = first_refusal(after - 1);
+            if (!r) continue;  // the peak was that of the tables' staging, which may wait
+            ++refused;
+            const auto& [call, e] = *r;
+            EXPECT_NE(std::string(e.what()).find(" for the "), std::string::npos) << "horizon " << horizon << ", call " << call << ", not before it began: " << e.what();
+            EXPECT_TRUE(horizon == 0 || refused > 1 || e.requested() - e.available() - 1 >= ample.next[call]) << "the sketches after call " << call << " weren't asked for";
+            const auto again = first_refusal(after - 1 + e.requested() - e.available());
+            EXPECT_TRUE(!again || again->first > call) << "what was asked for doesn't suffice, horizon " << horizon << ", call " << call << ": " << again->second.what();
+        }
+        std::printf("horizon %d: %d calls refused, %zu epochs\n", horizon, refused, ample.epochs);
+        EXPECT_GE(refused, 2);
+    }
 }
 
 // Steps that the host runs ahead of. waited: not, so that each step's memory in flight can be used again by the next. Returns the last step's outputs.

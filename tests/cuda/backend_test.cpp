@@ -223,6 +223,53 @@ TEST(CudaBackend, ValuesThatAreNotFiniteAreReportedBetweenSteps) {
     }
 }
 
+// A step whose queries of one layer hold x, then `more` single tokens: from 120 on the sequence is sealed further.
+std::vector<result> steps_after_a_query(const world& w, resolution how, std::int32_t layer, float x, std::int64_t more) {
+    float_cache c(w.model, small_options(), zooming_codec());
+    const auto s = sealed_sequence(c, w, 1, 780, 950'000);
+    const auto sealed = c.sealed(s);
+    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, how);
+    device_step memory(w, 1);
+    memory.put({9000}, c.where().stream());
+    auto q = w.queries(layer, {9000});
+    q[70] = x;
+    device_array<float> queries(q.size()), out(128);
+    queries.put(q, c.where().stream());
+    c.begin_step(p);
+    for (std::int32_t l = 0; l < w.layers(); ++l) {
+        memory.append(c, p, l);
+        l == layer ? c.attend(p, l, sekv::rows(queries.data(), 1, 2, 64), sekv::out_rows(out.data(), 1, 2, 64)) : memory.attend(c, p, l);
+    }
+    c.where().synchronize();
+    if (!std::isfinite(x)) {
+        try {
+            c.reserve(s, 1);
+            ADD_FAILURE() << "not reported: " << x << " in layer " << layer << ", " << (how == resolution::full ? "full" : "adaptive");
+        } catch (const sekv::invalid_argument& e) {
+            EXPECT_THAT(e.what(), HasSubstr("queries"));
+        }
+    }
+    auto r = decode(c, w, s, fresh(9100, more));
+    EXPECT_EQ(c.sealed(s) > sealed, more >= 120);
+    return r;
+}
+
+TEST(CudaBackend, QueriesThatAreNotFiniteAreReportedBetweenSteps) {
+    const auto w = backend_world();
+    for (const auto how : {resolution::adaptive, resolution::full}) {
+        for (const std::int32_t layer : {0, 1}) {  // the second has a sliding window, and no metric
+            for (const auto& x : steps_after_a_query(w, how, layer, -INFINITY, 2)) {
+                for (const auto& out : x.out) EXPECT_TRUE(std::isfinite(out[0]));
+            }
+        }
+    }
+}
+
+TEST(CudaBackend, QueriesThatAreNotFiniteCountAsZeros) {
+    const auto w = backend_world();
+    EXPECT_TRUE(steps_after_a_query(w, resolution::adaptive, 0, NAN, 120) == steps_after_a_query(w, resolution::adaptive, 0, 0.0F, 120));
+}
+
 TEST(CudaBackend, AgreesWithTheHostBackend) {
     const auto w = backend_world();
     for (const bool exact_tier : {false, true}) {

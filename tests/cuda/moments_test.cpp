@@ -1,6 +1,9 @@
 // Query moments on the device against metric.hpp's on the host: 2e-5 of the geometric mean of the diagonal elements in the row and column.
 #include <gtest/gtest.h>
 
+#include <array>
+#include <cmath>
+
 #include "kernels/seal.hpp"
 #include "rows_world.hpp"
 #include "sekv/codec/metric.hpp"
@@ -64,6 +67,14 @@ std::vector<float> host_moments(const moment_case& c, const query_tensor& q, std
     return moments;
 }
 
+moment_step step_of(const moment_case& c, const query_tensor& q, float* moments) {
+    moment_step step;
+    step.moments = moments, step.queries = q.in(), step.tokens = c.tokens, step.scale = scale;
+    step.kv_heads = heads, step.group = c.group, step.key_size = c.d;
+    step.faded = static_cast<float>(std::pow(c.decay, static_cast<double>(c.tokens)));
+    return step;
+}
+
 class Moments : public testing::TestWithParam<moment_case> {};
 INSTANTIATE_TEST_SUITE_P(Cases, Moments,
                          testing::Values(moment_case{64, 3, 1, dtype::bf16, 0.999, true}, moment_case{80, 5, 37, dtype::f16, 0.99, true}, moment_case{96, 1, 96, dtype::f32, 0.9, false}, moment_case{128, 7, 20, dtype::bf16, 0.999, true},
@@ -80,10 +91,8 @@ TEST_P(Moments, AgreeWithTheHost) {
     rows_tests::under_schedules(3, [&] {
         const array<float> moments(start, c.pinned);
         const owned_stream s;
-        moment_step step;
-        step.layer.kv_heads = heads, step.layer.group = c.group, step.layer.key_size = c.d;
-        step.moments = moments.get(), step.queries = q.in(), step.tokens = c.tokens, step.decay = c.decay, step.scale = scale;
-        add_queries(step, s.get());
+        const array<moment_step> steps({step_of(c, q, moments.get())});
+        add_queries({steps.get(), 1}, c.decay, nullptr, s.get());
         s.synchronize();
         all.push_back(moments.read());
         EXPECT_EQ(all.back(), all.front());
@@ -97,6 +106,75 @@ TEST_P(Moments, AgreeWithTheHost) {
             }
         }
     }
+}
+
+// Layers of other sizes beside one another, and the same moments up to three times in a row.
+TEST(MomentSteps, InOneLaunchAreAsInOneEach) {
+    constexpr double decay = 0.97;
+    oracle::draws random(20261130);
+    const std::vector<std::vector<moment_case>> runs{{{96, 2, 37, dtype::bf16, decay, true}, {96, 3, 70, dtype::f32, decay, true}, {96, 1, 5, dtype::f16, decay, true}},
+                                                     {{64, 4, 64, dtype::bf16, decay, true}},
+                                                     {{128, 1, 9, dtype::f32, decay, true}, {128, 1, 0, dtype::f32, decay, true}, {128, 5, 40, dtype::bf16, decay, true}}};
+    std::vector<std::vector<float>> start;
+    std::vector<query_tensor> queries;
+    for (const auto& run : runs) {
+        start.push_back(random.normals(heads * run.front().d * run.front().d));
+        for (const auto& c : run) queries.emplace_back(random, c);
+    }
+    std::vector<std::vector<float>> want;
+    rows_tests::under_schedules(4, [&] {
+        const owned_stream s;
+        std::vector<array<float>> alone, together;
+        std::vector<moment_step> steps;
+        auto q = queries.begin();
+        for (std::size_t i = 0; i < runs.size(); ++i) {
+            alone.emplace_back(start[i], true), together.emplace_back(start[i], true);
+            for (const auto& c : runs[i]) {
+                const array<moment_step> one({step_of(c, *q, alone.back().get())}, true);
+                add_queries({one.get(), 1}, decay, nullptr, s.get());
+                s.synchronize();
+                steps.push_back(step_of(c, *q++, together.back().get()));
+            }
+        }
+        const array<moment_step> all(steps, true);
+        add_queries({all.get(), all.size()}, decay, nullptr, s.get());
+        s.synchronize();
+        for (std::size_t i = 0; i < runs.size(); ++i) {
+            if (want.size() < runs.size()) want.push_back(alone[i].read());
+            ASSERT_EQ(alone[i].read(), want[i]) << i;
+            ASSERT_EQ(together[i].read(), want[i]) << i;
+        }
+    });
+}
+
+TEST(MomentSteps, LeaveOutWhatIsNotFinite) {
+    const moment_case c{80, 3, 40, dtype::f32, 0.99, true};
+    oracle::draws random(7);
+    query_tensor q(random, c);
+    const auto start = random.normals(heads * c.d * c.d);
+    const owned_stream s;
+    const auto run = [&](const std::vector<float>& values, bool reported) {
+        q.wide = std::make_unique<array<float>>(values);
+        const array<float> moments(start, true);
+        const array<moment_step> steps({step_of(c, q, moments.get())}, true);
+        const array<deferred_flags> flags(std::vector<deferred_flags>(1), true);
+        add_queries({steps.get(), 1}, c.decay, flags.get(), s.get());
+        s.synchronize();
+        EXPECT_EQ(flags.read()[0].queries_not_finite != 0, reported);
+        EXPECT_EQ(flags.read()[0].not_finite, 0);
+        return moments.read();
+    };
+    for (const float x : {INFINITY, -INFINITY, NAN}) {
+        for (const auto& [token, head, j] : {std::array{0, 0, 0}, std::array{39, 8, 79}, std::array{20, 4, 33}}) {
+            auto bad = q.values, zero = q.values;
+            const auto at = static_cast<std::size_t>(1 + token * q.token_stride + head * q.head_stride + j);
+            bad[at] = x, zero[at] = 0;
+            ASSERT_EQ(run(bad, true), run(zero, false)) << x << " at " << token << ", " << head << ", " << j;
+        }
+    }
+    auto gap = q.values;
+    gap[static_cast<std::size_t>(1 + c.d)] = NAN;  // behind the first head
+    (void)run(gap, false);
 }
 
 }  // namespace

@@ -42,6 +42,8 @@ public:
     [[nodiscard]] sequence fork(const sequence& from, std::int64_t length);
     void truncate(sequence& s, std::int64_t length) noexcept;
     [[nodiscard]] usage sequence_usage(const sequence& s, const std::vector<unit>& units) const;
+    /// Pinned bytes beside seal_bytes that a seal takes for its time, for the moments that it makes the sequence's own, or for the sketch generation after it.
+    [[nodiscard]] std::uint64_t seal_scratch(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks) const;
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
     bool advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room);
 
@@ -49,12 +51,21 @@ public:
     void forget_lines(sequence& s);
     /// Gives s moments of its own, so that what enters them next can't fail for memory. Throws budget_error.
     void own(sequence& s) { own_moments(s); }
-    /// Takes the ring's queries of a layer into the moments; of all layers when layer is -1. Enqueues. Throws budget_error the first time since a fork or snapshot.
+    /// Queries on their way into the moments: the ring's of a layer (of all layers when it is -1), and behind them [tokens, query_heads, key_size] in device-accessible memory, which that layer has just been
+    /// asked with; without data, the ring's alone.
+    struct intake {
+        sequence* to = nullptr;
+        std::int32_t layer = -1;
+        rows_view queries;
+    };
+    /// Takes them in one launch: when it throws, no query counts and the rings are as they were, so that a call made again counts each once. Enqueues. Throws budget_error.
+    void take(std::span<const intake> from);
+    /// One sequence's rings.
     void fold(sequence& s, std::int32_t layer = -1);
-    /// Queries [tokens, query_heads, key_size] of positions from `position` on, in device-accessible memory, straight into the moments. Enqueues.
+    /// One sequence's queries of a layer, behind its ring's.
     void observe(sequence& s, std::int32_t layer, const rows_view& queries);
 
-    /// Where append kernels report what they can't throw, and what is thrown for it: invalid_argument, once.
+    /// Where kernels report what they can't throw (kernels/types.hpp's deferred_flags), and what is thrown for it: invalid_argument, once.
     [[nodiscard]] std::byte* flags() const noexcept { return flags_.data(); }
     void check_flags();
     [[nodiscard]] const cuda::cache_layout& places() const noexcept { return *places_; }
@@ -69,13 +80,15 @@ protected:
 private:
     [[nodiscard]] bool owns(std::int32_t layer) const noexcept { return layout_.head_index(layer, 0) >= 0; }
     [[nodiscard]] std::vector<double> metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const;
-    void add_to_moments(sequence& s, std::int32_t layer, const rows_view& queries, float scale);
+    struct moment_list;
+    /// What folding the rings takes.
+    [[nodiscard]] std::size_t moment_bytes(const sequence& s) const;
 
     cuda_backend where_;
     std::unique_ptr<cuda::cache_layout> places_;
     buffer seal_workspace_;
     std::unique_ptr<cuda::sealer> sealer_;
-    buffer flags_;           ///< pinned append_flags that kernels write
+    buffer flags_;           ///< pinned deferred_flags
 };
 static_assert(codec<cuda_progressive_codec>);
 

@@ -53,7 +53,7 @@ public:
     /// The keys of one layer's rows [begin, begin + count) as floats on the host, [count, kv_heads * key_size]. Waits.
     [[nodiscard]] std::vector<float> keys_of(const record& r, std::int32_t layer, token_range range) const;
     void collect(zoom_metrics& zooms) const;
-    /// Throws what the device noticed since the last call: invalid_argument for appended values that weren't finite.
+    /// Throws what the device noticed since the last call: invalid_argument for appended values or queries that weren't finite.
     void check_deferred();
 
 private:

@@ -82,6 +82,8 @@ protected:
     void count_queries(progressive_sequence& s, std::size_t owner, std::int32_t group, std::int64_t tokens) const;
     [[nodiscard]] std::vector<double> metric_of(const progressive_sequence& s, std::int32_t layer, std::int32_t head, std::int64_t length) const;
     [[nodiscard]] std::int64_t exact_stride(std::int32_t index) const noexcept;
+    /// Epochs that sealing so many tokens fits on their rows.
+    [[nodiscard]] std::int64_t epochs_for(const progressive_sequence& s, std::int64_t tokens) const noexcept;
 
     /// Whether sketches would be made anew now.
     [[nodiscard]] bool sketches_due(const progressive_sequence& s, const std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) const noexcept;
@@ -108,7 +110,6 @@ protected:
 private:
     void resketch(progressive_sequence& s, std::vector<unit>& units, std::int64_t length);
     void copy_key_planes(std::byte* page, const std::byte* planes);
-    [[nodiscard]] std::int64_t epochs_for(const progressive_sequence& s, std::int64_t tokens) const noexcept;
 };
 
 /// The progressive preset on the host backend. Seals blocks of 64 tokens and attends them: R1 for all, R2 (or R3) for those that matter. Thread-safe only where said.

@@ -35,11 +35,12 @@ struct transfer_counters {
 ///
 /// Calls enqueue work and return. K, V, queries, outputs and log-sum-exps may lie in device memory: then append and attend never synchronise with the host, and a step's calls can be captured in a CUDA
 /// graph (a capture counts as the step: launch the graph once for it, on stream()). Inputs must be there, and stay as they are, in the order of stream(); outputs are valid in that order. Host memory is
-/// taken too: inputs are copied before the call returns, and a call with host outputs waits for them.
+/// taken too: inputs are copied before the call returns, and a call with host outputs waits for them (kernels may still read what lies on the device).
 ///
-/// Between steps, reserve and begin_step wait for the device when they seal, make sketches anew, or follow keys for key novelty; end_prefill, materialize, fork and close may too. K and V in device memory
-/// that aren't finite are reported by the next call between steps that finds out; queries there aren't checked. zooms() is as of the last begin_step. Budgets bound the bytes asked for; slabs and size
-/// classes come on top. units() holds device addresses.
+/// Between steps, reserve and begin_step wait for the device when they seal, make sketches anew, or follow keys for key novelty; end_prefill, materialize, fork and close may too. K, V and queries in
+/// device memory that aren't finite are reported by the next call between steps that finds out, as invalid_argument, once: after K or V, truncate the sequences to where that step began, or close them;
+/// after queries, don't use that step's outputs (in the metric, what isn't finite, or leaves bf16's range, counts as zero). zooms() is as of the last begin_step. Budgets bound the bytes asked for; slabs
+/// and size classes come on top. units() holds device addresses.
 class cuda_backend {
 public:
     static constexpr const char* name = "cuda";
