@@ -1,5 +1,5 @@
 // A decode step's attention: its workspace and the order of its kernels.
-#include "kernels/decode_workspace.cuh"
+#include "kernels/decode_parts.cuh"
 #include "kernels/device.cuh"
 
 #include <algorithm>
@@ -48,6 +48,8 @@ decode_workspace cut_workspace(const layer_layout& layer, const decode_bounds& b
     cutter c(base);
     const std::int64_t parts = static_cast<std::int64_t>(bounds.rows) * layer.kv_heads, g = parts * w.group;
     c.take(w.field_weight, g * w.key_bases * w.fields);
+    c.take(w.field_matrix, parts * w.key_bases * matrix_words(w.fields, w.group));
+    c.take(w.field_unit, g * w.key_bases);
     c.take(w.field_base, g * w.key_bases);
     c.take(w.epoch_base, g * w.epochs);
     c.take(w.line_weight, g * w.epochs * w.dk);

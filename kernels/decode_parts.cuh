@@ -21,6 +21,13 @@ void with_group(std::int32_t group, F&& f) {
     }
 }
 
+/// R1's weights as tensor cores take them (kernels/sketch_mma.cuh): per step of 16 fields (at least one, of zeros) one matrix for up to four query heads, else two for each eight. A matrix is
+/// [16 fields, 8 columns] fp16 in 64 words, in the order in which a warp's lanes hold it.
+inline constexpr std::int32_t step_fields = 16;
+[[nodiscard]] __host__ __device__ constexpr std::int32_t field_steps(std::int32_t fields) noexcept { return fields < 1 ? 1 : (fields + step_fields - 1) / step_fields; }
+[[nodiscard]] __host__ __device__ constexpr std::int32_t step_matrices(std::int32_t padded) noexcept { return padded < 8 ? 1 : padded / 4; }
+[[nodiscard]] __host__ __device__ constexpr std::int32_t matrix_words(std::int32_t fields, std::int32_t padded) noexcept { return field_steps(fields) * step_matrices(padded) * 64; }
+
 /// The sequence that a query row sees, and up to which position; sequence is null for padding rows.
 struct row_view {
     const sequence_view* sequence;

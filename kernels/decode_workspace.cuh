@@ -41,6 +41,8 @@ struct decode_workspace {
 
     // project writes:
     float* field_weight;   ///< [R, H, key_bases, fields, G]: logit per unit of each field's code
+    std::uint32_t* field_matrix;  ///< [R, H, key_bases, matrix_words(fields, G) of decode_parts.cuh]: the same / 2^shift of the field / field_unit, as two fp16 each
+    float* field_unit;     ///< [R, H, key_bases, G]: a power of two, so that each query's largest weight lies within [2^14, 2^15)
     float* field_base;     ///< [R, H, key_bases, G]: q . mean + what code 0 decodes to + sum_j t_j^2 D_j / 2. The mean is the epoch's; see epoch_base
     float* epoch_base;     ///< [R, H, epochs, G]: scale * q . key_mean, added to field_base for R1 and the base of R2's logits
     float* line_weight;    ///< [R, H, epochs, dk, G]: t_j * key_step_j in the basis of R2

@@ -1,4 +1,4 @@
-// R1 on the device: what a nibble's field adds to its component, and the logits of a block's 64 tokens out of its planes.
+// R1 on the device: what a nibble's field adds to its component, and which tokens of a block are seen.
 #pragma once
 
 #include "kernels/decode_parts.cuh"
@@ -7,8 +7,13 @@
 
 namespace sekv::cuda::routing {
 
-inline constexpr int threads = 256;  ///< of the kernels over segments: a warp per block of 64 tokens, two of them
-inline constexpr int warps = threads / 32;
+/// Threads of the kernels over segments, by padded group: a warp takes every fourth (eighth) block of 64 tokens. More would repeat what each warp does once; with 16 queries shared memory leaves room for
+/// two thread blocks per multiprocessor, which need them.
+__host__ __device__ constexpr int segment_threads(int padded) { return padded < 16 ? 128 : 256; }
+template <int G>
+constexpr int threads = segment_threads(G);
+template <int G>
+constexpr int warps = threads<G> / 32;
 
 template <class T>
 __device__ __forceinline__ const T* at(const std::byte* head, std::uint32_t offset) {
@@ -25,27 +30,6 @@ __device__ __forceinline__ level level_of(const host::sketch_field* fields, int 
     const float s = step[j];
     if (width == 8) return repeats(fields, f) ? level{s, 0.0f} : level{16.0f * s, -127.5f * s};
     return {s, (0.5f - static_cast<float>(1 << (width - 1))) * s};
-}
-
-/// A small integer as a float, by two full-rate instructions in place of a conversion.
-__device__ __forceinline__ float small_float(unsigned x) { return __int_as_float(static_cast<int>(0x4b000000u | x)) - 8388608.0f; }
-
-/// Adds the fields' logits of tokens `lane` (low nibbles) and `lane` + 32 (high) of one block. planes, fields, weights [count, G]: shared memory.
-template <int G>
-__device__ __forceinline__ void add_logits(const unsigned char* planes, const host::sketch_field* fields, const float* weights, int count, int lane, float (&low)[G], float (&high)[G]) {
-#pragma unroll 2
-    for (int f = 0; f < count; ++f) {
-        const host::sketch_field x = fields[f];
-        const unsigned code = static_cast<unsigned>(planes[x.plane * plane_bytes + lane]) >> x.shift;
-        const float a = small_float(code & x.mask), b = small_float((code >> 4) & x.mask);
-        float weight[G];
-        load_group<G>(weights + f * G, weight);
-#pragma unroll
-        for (int g = 0; g < G; ++g) {
-            low[g] = fmaf(weight[g], a, low[g]);
-            high[g] = fmaf(weight[g], b, high[g]);
-        }
-    }
 }
 
 /// The tokens [first, last) of a block that a query attends by their codes: not the sinks, not what was truncated, nothing past the query.

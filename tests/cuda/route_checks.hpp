@@ -3,6 +3,7 @@
 
 #include <set>
 
+#include "cuda/route_matrix.hpp"
 #include "cuda/route_step.hpp"
 #include "sekv/zoom/router.hpp"
 
@@ -59,7 +60,7 @@ inline void check_project(const step& s, std::int32_t row, std::int32_t head) {
     }
 }
 
-inline void check_sums(const step& s, const expectation& e, std::int32_t row, std::int32_t head) {
+inline void check_sums(const step& s, const expectation& e, std::int32_t row, std::int32_t head, double tolerance = 1e-3) {
     const auto& q = *s.sequence(row);
     const auto sums = s.read(s.ws.sums, row, head, static_cast<std::int64_t>(s.ws.exact_splits + s.ws.segments) * s.ws.group);
     const auto log_sum = s.read(s.ws.log_sum, row, head, s.ws.group);
@@ -77,12 +78,12 @@ inline void check_sums(const step& s, const expectation& e, std::int32_t row, st
             if (std::isinf(expected)) {
                 ASSERT_TRUE(std::isinf(sum.max) && sum.max < 0 && sum.weight == 0) << "segment " << i;
             } else {
-                ASSERT_NEAR(log_of(sum), expected, 1e-3) << "segment " << i << " query " << g;
-                ASSERT_NEAR(sum.max, *std::max_element(logits.begin(), logits.end()), 1e-3);
+                ASSERT_NEAR(log_of(sum), expected, tolerance) << "segment " << i << " query " << g;
+                ASSERT_NEAR(sum.max, *std::max_element(logits.begin(), logits.end()), tolerance);
             }
         }
         if (g < s.of().shape.group) {
-            ASSERT_NEAR(log_sum[static_cast<std::size_t>(g)], e.log_sum[static_cast<std::size_t>(g)], 1e-3);
+            ASSERT_NEAR(log_sum[static_cast<std::size_t>(g)], e.log_sum[static_cast<std::size_t>(g)], tolerance);
         }
     }
 }
@@ -108,7 +109,7 @@ inline std::vector<candidate> check_candidates(const step& s, const expectation&
     return found;
 }
 
-inline void check_rest(const step& s, const expectation& e, const std::vector<candidate>& listed, std::int32_t row, std::int32_t head) {
+inline void check_rest(const step& s, const expectation& e, const std::vector<candidate>& listed, std::int32_t row, std::int32_t head, double tolerance = 1e-3) {
     const auto& q = *s.sequence(row);
     const auto& shape = s.of().shape;
     const auto d = static_cast<std::size_t>(shape.dv);
@@ -145,8 +146,8 @@ inline void check_rest(const step& s, const expectation& e, const std::vector<ca
                 continue;
             }
             const double factor = std::exp(static_cast<double>(rest[at].max) - e.log_sum[g]);
-            ASSERT_NEAR(static_cast<double>(rest[at].weight) * factor, weight[g], 1e-3 * weight[g]);
-            for (std::size_t j = 0; j < d; ++j) ASSERT_NEAR(static_cast<double>(codes[at * d + j]) * factor, sum[g * d + j], 1e-3 * size[g * d + j] + 1e-12) << "segment " << i << " component " << j;
+            ASSERT_NEAR(static_cast<double>(rest[at].weight) * factor, weight[g], tolerance * weight[g]);
+            for (std::size_t j = 0; j < d; ++j) ASSERT_NEAR(static_cast<double>(codes[at * d + j]) * factor, sum[g * d + j], tolerance * size[g * d + j] + 1e-12) << "segment " << i << " component " << j;
         }
     }
 }
@@ -239,6 +240,7 @@ inline totals check_step(const step& s) {
             }
             const auto e = expect(s, row, head);
             check_project(s, row, head);
+            check_matrices(s, row, head);
             check_sums(s, e, row, head);
             const auto listed = check_candidates(s, e, row, head);
             check_rest(s, e, listed, row, head);

@@ -41,6 +41,17 @@ const scenario scenarios[] = {
     {"Group1ManySegments", {.group = 1, .kv_heads = 1, .slots = 64, .epochs = {150, 130}, .longest_segment = 1, .seed = 22}, {.tau = 1e-3F}},
     {"Group4Capped", {.group = 4, .slots = 256, .seed = 23}, {.tau = 5e-4F, .cap = 37}},
     {"Group2CappedWithTies", {.group = 2, .slots = 64, .patterns = 40, .seed = 24}, {.tau = 2e-4F, .cap = 100}},
+    // Counts of fields: 64 of one bit, and fewer than a step's.
+    {"Group3FullSteps", {.group = 3, .key_bits = 64, .value_bits = 64, .seed = 41, .decay = 0.999}, {.tau = 1e-4F}},
+    {"Group16FullSteps", {.group = 16, .kv_heads = 1, .key_bits = 64, .value_bits = 64, .seed = 42, .decay = 0.999}, {.tau = 1e-4F}},
+    {"Group8FewFields", {.group = 8, .kv_heads = 1, .key_bits = 20, .value_bits = 28, .seed = 43}, {}},
+    {"Group5OneField", {.group = 5, .kv_heads = 1, .key_bits = 4, .value_bits = 8, .seed = 44, .decay = 0.1}, {.tau = 1e-4F}},
+    // Weights of one query ten decades apart, none at all, and segments that matter little.
+    {"Group1Decades", {.group = 1, .seed = 45, .decades = 10}, {.tau = 1e-4F}},
+    {"Group5Decades", {.group = 5, .kv_heads = 1, .seed = 46, .decades = 10}, {.tau = 1e-4F}},
+    {"Group16Decades", {.group = 16, .kv_heads = 1, .seed = 47, .decades = 10}, {.tau = 1e-4F}},
+    {"Group4NoWeights", {.group = 4, .kv_heads = 1, .seed = 48, .basis = 0}, {.tau = 1e-4F}},
+    {"Group8FarSegments", {.group = 8, .kv_heads = 1, .seed = 49, .means = 4}, {.tau = 1e-5F}},
     {"Group1CapOfOne", {.group = 1, .patterns = 40, .seed = 25}, {.tau = 2e-4F, .cap = 1}},
 };
 INSTANTIATE_TEST_SUITE_P(Shapes, Route, testing::ValuesIn(scenarios), [](const auto& i) { return std::string(i.param.name); });
@@ -96,6 +107,48 @@ TEST(RouteRules, RunsStayInTheirPlace) {
     EXPECT_EQ(runs[1].first, runs[0].count);
     EXPECT_LE(runs[1].count, refine_tokens);
     for (std::size_t i = 2; i < runs.size(); ++i) EXPECT_EQ(runs[i].first, -1) << "run " << i;
+}
+
+// Fields by their count of a tile's 16, and of 64: steps and tiles end within and at their ends.
+TEST(RouteRules, FieldsEndWithinAndAtTheEndOfSteps) {
+    std::set<std::size_t> ends;
+    for (const auto& p : scenarios) {
+        if (p.shape.decades > 0 || p.shape.basis == 0) continue;
+        world w(p.shape);
+        const sealed_sequence a(w, 4, 0);
+        ends.insert(a.keys(0, 0).sketch.fields.size() % 16);
+        ends.insert(16 + a.statistics(0).values(w.index(0)).sketch.fields.size() % 16);
+    }
+    EXPECT_TRUE(ends.contains(0) && ends.contains(16)) << "no count is a multiple of 16";
+    EXPECT_GT(ends.size(), 8U);
+}
+
+// fp16 holds 65,504 at most and 6e-8 at least: units make up for it.
+TEST(RouteRules, WeightsOfAnySize) {
+    for (const std::int32_t group : {1, 3, 5, 8, 16}) {
+        for (const float scale : {1e-6F, 1.0F, 1e4F}) {
+            SCOPED_TRACE("group " + std::to_string(group) + " scale " + std::to_string(scale));
+            world w({.group = group, .kv_heads = 1, .epochs = {3, 2}, .seed = 51, .code_scale = scale, .decades = 10});
+            const sealed_sequence a(w, 0, 0);
+            step s(w, {{&a, a.length, 1}}, {});
+            s.run();
+            check_matrices(s, 0, 0);
+        }
+    }
+}
+
+// Either part of a weight and of a probability counts: fp16 alone would give 11 bits.
+TEST(RouteRules, LogitsAndSumsKeepTheirLowParts) {
+    for (const std::int32_t group : {1, 3, 8, 16}) {
+        SCOPED_TRACE("group " + std::to_string(group));
+        world w({.group = group, .kv_heads = 1, .seed = 52});
+        const sealed_sequence a(w, 4, 0);
+        step s(w, {{&a, a.length, 1}}, {.tau = 1e-4F});
+        s.run();
+        const auto e = expect(s, 0, 0);
+        check_sums(s, e, 0, 0, 1e-5);
+        check_rest(s, e, candidates_of(s, 0, 0), 0, 0, 2e-5);
+    }
 }
 
 TEST(RouteRules, TheSameBitsUnderEverySchedule) {

@@ -28,6 +28,11 @@ struct world_shape {
     std::int32_t longest_segment = segment_blocks;
     std::int32_t patterns = 0;                      ///< distinct codes of a basis, 0: every token has its own
     std::uint32_t seed = 1;
+    double decay = 0;           ///< of the codes' variance; 0: 0.5 to 0.9, by epoch
+    float basis = 0.45F;        ///< deviation of A's elements
+    float code_scale = 1;       ///< of key codes
+    double decades = 0;         ///< by which key codes of one basis differ in scale
+    float means = 1;            ///< deviation of the epochs' mean keys
 };
 
 /// Model, formats and one basis per (epoch, generation); the tested layer is the second, so that nothing begins at 0.
@@ -73,13 +78,17 @@ struct coded_basis {
     std::vector<float> codes;  ///< [patterns, size]
     sketch_code sketch;
 };
-inline coded_basis make_codes(world& w, std::int32_t size, std::int32_t bits, double decay) {
+inline coded_basis make_codes(world& w, std::int32_t size, std::int32_t bits, double decay, float scale = 1, double decades = 0) {
     coded_basis b;
+    if (w.shape.decay > 0) decay = w.shape.decay;
     const std::int32_t count = w.shape.patterns > 0 ? w.shape.patterns : 512;
     std::vector<double> variance;
     for (std::int32_t j = 0; j < size; ++j) variance.push_back(30 * (1 - decay) * std::pow(decay, j));
     b.codes = w.random.normals(static_cast<std::int64_t>(count) * size);
-    for (std::size_t i = 0; i < b.codes.size(); ++i) b.codes[i] *= static_cast<float>(std::sqrt(variance[i % static_cast<std::size_t>(size)]));
+    for (std::size_t i = 0; i < b.codes.size(); ++i) {
+        const auto j = i % static_cast<std::size_t>(size);
+        b.codes[i] *= scale * static_cast<float>(std::sqrt(variance[j]) * std::pow(10.0, -decades * static_cast<double>(j * 7 % 11) / 10));
+    }
     b.sketch = fit_sketch(b.codes.data(), count, size, variance, bits);
     return b;
 }
@@ -136,13 +145,13 @@ private:
         for (std::int32_t h = 0; h < w.shape.kv_heads; ++h) {
             const auto& f = w.bases.format(w.index(h));
             for (auto& b : made) {
-                auto codes = make_codes(w, f.key_size, f.key_bits, e % 2 == 0 ? 0.5 : 0.85);
-                const auto a = w.random.normals(f.key_size * f.key_size, 0.45F);
+                auto codes = make_codes(w, f.key_size, f.key_bits, e % 2 == 0 ? 0.5 : 0.85, w.shape.code_scale, w.shape.decades);
+                const auto a = w.random.normals(f.key_size * f.key_size, w.shape.basis);
                 b->set(w.index(h), a, a, codes.sketch);
                 if (b == made.back()) key_codes_.back().push_back(std::move(codes));
             }
             auto values = make_codes(w, f.value_size, f.value_bits, e % 2 == 0 ? 0.6 : 0.9);
-            const auto mean = w.random.normals(f.key_size), value_mean = w.random.normals(f.value_size), key_step = w.random.normals(f.key_size), value_step = w.random.normals(f.value_size);
+            const auto mean = w.random.normals(f.key_size, w.shape.means), value_mean = w.random.normals(f.value_size), key_step = w.random.normals(f.key_size), value_step = w.random.normals(f.value_size);
             const std::vector<std::uint8_t> key_widths(static_cast<std::size_t>(f.key_size / 8), 4), value_widths(static_cast<std::size_t>(f.value_size / 8), 4);
             epochs_.back()->set(w.index(h), {mean, value_mean, w.random.normals(f.value_size * f.value_size), 1.5F + static_cast<float>(h), &values.sketch, key_widths, value_widths, key_step, value_step});
             value_codes_.back().push_back(std::move(values));
