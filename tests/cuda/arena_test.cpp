@@ -127,7 +127,7 @@ TEST_P(Heaps, PinnedMemoryWaitsForTheCopiesThatReadIt) {
 TEST_P(Heaps, AFullArenaWaitsForTheOldestAndRefusesOnlyWhenNothingIsPending) {
     constexpr std::size_t bytes = 16 * kib;
     pinned_arena arena({.slab_bytes = 4 * bytes, .limit = 4 * bytes + kib});  // the rest is too small for a slab that helps
-    const device_bytes device(bytes);
+    const device_bytes device(bytes), other(bytes);
     std::vector<std::byte*> ranges(4);
     for (auto& r : ranges) {
         r = arena.allocate(bytes);
@@ -141,7 +141,7 @@ TEST_P(Heaps, AFullArenaWaitsForTheOldestAndRefusesOnlyWhenNothingIsPending) {
     ranges[0] = arena.allocate(bytes);
     EXPECT_NE(ranges[0], nullptr);
     enqueue(device.data(), ranges[1], bytes, cudaMemcpyHostToDevice, first_.get());
-    enqueue(device.data(), ranges[2], bytes, cudaMemcpyHostToDevice, second_.get());
+    enqueue(other.data(), ranges[2], bytes, cudaMemcpyHostToDevice, second_.get());
     arena.free(ranges[1], only(first_));
     arena.free(ranges[2], both());
     auto* two = arena.allocate(2 * bytes);  // both have to be waited for
