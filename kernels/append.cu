@@ -138,7 +138,7 @@ __global__ void __launch_bounds__(threads) ring_kernel(ring_step step) {
 #pragma unroll
     for (std::int32_t e = 0; e < 8; ++e) {
         x[e] *= step.layer.scale;
-        if (is_finite(dtype::bf16, stored_bits(dtype::bf16, x[e]))) continue;
+        if (is_summable(x[e])) continue;
         x[e] = 0;  // moments would never lose it again
         finite = false;
     }

@@ -25,7 +25,7 @@ __device__ __forceinline__ float query_at(const moment_step& step, std::int32_t 
     if (vector >= step.tokens * step.group || j >= step.key_size) return 0;
     const std::int64_t token = vector / step.group, query_head = head * step.group + vector % step.group;
     const float x = load_element(step.queries.data, step.queries.type, token * step.queries.token_stride + query_head * step.queries.head_stride + j) * step.scale;
-    if (is_finite(x)) return x;
+    if (is_summable(x)) return x;
     if (flags != nullptr) atomicExch(&flags->queries_not_finite, 1);
     return 0;  // moments would never lose it again
 }

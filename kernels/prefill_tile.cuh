@@ -80,7 +80,7 @@ __device__ __forceinline__ void load_queries(prefill_shared<T, size>& shared, co
         }
         bool finite = true;
 #pragma unroll
-        for (int k = 0; k < 8; ++k) finite = finite && is_finite(x[k]);
+        for (int k = 0; k < 8; ++k) finite = finite && is_finite(rounded_to(step.layer.stored, x[k]));
         if (!finite && step.flags != nullptr) atomicExch(&step.flags->queries_not_finite, 1);
         store8(&shared.queries[row * pitch<size> + j], x);
     }

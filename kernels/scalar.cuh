@@ -26,6 +26,8 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float x) {
 }
 
 __device__ __forceinline__ bool is_finite(float x) { return (__float_as_uint(x) & 0x7f800000U) != 0x7f800000U; }
+/// Whether sums of such elements' products stay finite, which moments would never lose again: below 2^56.
+__device__ __forceinline__ bool is_summable(float x) { return (__float_as_uint(x) & 0x7f800000U) < (127U + 56U) << 23; }
 
 /// Sixteen aligned bytes as one access.
 __device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }

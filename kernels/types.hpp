@@ -135,7 +135,7 @@ struct tensor_out {
 /// Errors that kernels find, in memory that they write; the host reads it between steps.
 struct deferred_flags {
     std::int32_t not_finite = 0;          ///< 1 once a K or V that is not finite (after conversion to the stored type) was appended
-    std::int32_t queries_not_finite = 0;  ///< 1 once a query was not finite, or left the range of a ring's bf16; in rings and moments its elements that aren't finite count as zeros
+    std::int32_t queries_not_finite = 0;  ///< 1 once a query was not finite, left the range of the type that full resolution rounds it to, or was 2^56 or more; in rings and moments such elements count as zeros
 };
 
 /// Zoom counters, added to by kernels; buckets are those of latency_histogram.

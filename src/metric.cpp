@@ -8,6 +8,7 @@
 namespace sekv {
 namespace {
 
+constexpr float most_element = 0x1p56F;  // sums of squares stay finite below it; a moment would never lose an infinity again
 constexpr double prior_samples = 256;  // what a calibrated prior is worth, in own query vectors
 
 }  // namespace
@@ -27,8 +28,9 @@ double add_queries(moment_view moment, const float* queries, std::int64_t token_
             const float* q = queries + token * token_stride + static_cast<std::int64_t>(i % static_cast<std::size_t>(group)) * moment.size;
             const auto w = static_cast<float>(std::pow(decay, static_cast<double>(tokens - 1 - token)));
             for (std::size_t j = 0; j < d; ++j) {
-                rows[i * d + j] = q[j];
-                columns[j * m + i] = w * q[j];
+                const float x = std::abs(q[j]) < most_element ? q[j] : 0.0F;
+                rows[i * d + j] = x;
+                columns[j * m + i] = w * x;
             }
         }
         host::gemm(columns.data(), static_cast<std::int64_t>(m), rows.data(), moment.size, moment.matrix, moment.size, moment.size, moment.size, static_cast<std::int64_t>(m), true);

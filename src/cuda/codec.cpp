@@ -1,5 +1,6 @@
 // The CUDA codec's sequences and their query metric: what sealing needs beside the books.
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -145,6 +146,8 @@ void cuda_progressive_codec::take(std::span<const intake> from) {
         const auto last = x.layer < 0 ? static_cast<std::int32_t>(model_.layers.size()) : x.layer + 1;
         for (auto l = std::max(x.layer, 0); l < last; ++l) f(l);
     };
+    if (from.empty()) return;
+    if (where_.context().capturing()) throw state_error("The queries of earlier steps have to enter the metric, and the stream is being captured; call begin_step before the capture begins.");
     moment_list list{*this};
     for (const auto& x : from) {
         each_layer(x, [&](std::int32_t l) { list.add_ring(*x.to, l); });
@@ -190,15 +193,13 @@ std::vector<cuda_progressive_codec::unit> cuda_progressive_codec::seal(sequence&
 }
 
 void cuda_progressive_codec::check_flags() {
-    auto* flags = flags_.as<volatile cuda::deferred_flags>();
-    const bool rows = flags->not_finite != 0, queries = flags->queries_not_finite != 0;
-    if (rows) flags->not_finite = 0;
-    if (queries) flags->queries_not_finite = 0;
+    auto* flags = flags_.as<cuda::deferred_flags>();
+    const bool rows = std::atomic_ref(flags->not_finite).exchange(0) != 0, queries = std::atomic_ref(flags->queries_not_finite).exchange(0) != 0;
     if (rows)
         throw invalid_argument(std::string("Keys or values that were appended from device memory are not finite, or leave the range of the stored type; truncate the sequences of that step to their lengths before it, or close them.") +
                                (queries ? " Queries are not finite either." : ""));
     if (queries)
-        throw invalid_argument("Some queries that an earlier step gave in device memory are not finite, or leave the range of bf16; check the model's activations, and don't use that step's outputs. What isn't finite counts as zero in the metric.");
+        throw invalid_argument("Some queries that an earlier step gave in device memory are not finite, or too large; check the model's activations, and don't use that step's outputs. Such elements count as zero in the metric.");
 }
 
 // By a kernel, in order with the others: a copy between two host ranges would stop the device.

@@ -94,7 +94,7 @@ cuda::seal_rows rows_of(const std::vector<cuda::exact_block>& blocks, const cuda
 std::uint64_t cuda_progressive_codec::seal_scratch(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks) const {
     const auto n = static_cast<std::size_t>(blocks);
     std::size_t most = std::max(kernel_array<cuda::exact_block>::bytes(n) + unit_pages::bytes(n), moment_bytes(s));
-    if (s.newest && epochs_for(s, range.count) == 0 && s.since_fit >= options_.epoch_tokens) {
+    if (s.newest && epochs_for(s, range.count) == 0 && s.since_fit >= std::max<std::int64_t>(options_.epoch_tokens, range.end() / 8)) {
         const auto decoded = units_in(before, {range.begin - s.since_fit, s.since_fit});
         most = std::max(most, view_bytes(cuda::list_sealed(decoded)) + decoded.size() * widest_page(*places_) + kernel_array<cuda::exact_block>::bytes(decoded.size()));
     }

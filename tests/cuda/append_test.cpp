@@ -258,7 +258,8 @@ TEST(CudaRing, TakesZerosForWhatIsNotFinite) {
         for (const std::size_t at : {std::size_t{0}, std::size_t{77}, row - 1}) run(x, at, 1, true);
         run(x, 3, 0, false);
     }
-    run(3.0e38F, 9, 1, false);
+    run(6.0e17F, 9, 1, true);  // 2^56 once scaled: its square would not be lost again
+    run(5.0e17F, 9, 1, false);
 }
 
 // One page of `capacity` tokens, rows [first, first + count).

@@ -107,6 +107,17 @@ TEST(Metric, BlendIsSymmetricDefiniteAndKeepsTheTrace) {
     }
 }
 
+TEST(Metric, ElementsWhoseSquaresOverflowCountAsZero) {
+    const std::vector<float> queries{1.0F, 1e25F, 2.0F, -0x1p56F, 3.0F, -INFINITY, NAN, 0x1p55F};  // two tokens of one query of four
+    std::vector<float> m(16, 0.0F), expected(16, 0.0F);
+    (void)add_queries({m.data(), 4}, queries.data(), 4, 2, 1, 1.0);
+    const float kept[2][4] = {{1, 0, 2, 0}, {3, 0, 0, 0x1p55F}};
+    for (std::size_t i = 0; i < 16; ++i) {
+        for (const auto& q : kept) expected[i] += q[i / 4] * q[i % 4];
+    }
+    EXPECT_EQ(m, expected);
+}
+
 TEST(Metric, WithoutSamplesItIsTheIdentityOrThePrior) {
     const std::vector<float> own(64 * 64, 0.0F);
     const auto identity = blend_metric(own.data(), 0, nullptr, 64, 0.01);

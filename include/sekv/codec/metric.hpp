@@ -13,7 +13,7 @@ struct moment_view {
 };
 
 /// Adds `tokens` positions of `group` queries each to a moment: matrix = decay^tokens * matrix + sum_i decay^(tokens-1-i) sum_g q q^T.
-/// queries: token i's group lies at queries + i * token_stride, contiguous [group, size]. Returns the factor decay^tokens for the caller's sample count.
+/// queries: token i's group lies at queries + i * token_stride, contiguous [group, size]; elements of 2^56 or more count as zero. Returns the factor decay^tokens for the caller's sample count.
 double add_queries(moment_view moment, const float* queries, std::int64_t token_stride, std::int64_t tokens, std::int32_t group, double decay);
 
 /// M' of design.md: the own moment (weight: its decayed count of query vectors), mixed with a prior of [size, size] (already turned to the positions that will read; null for

@@ -39,7 +39,7 @@ struct transfer_counters {
 ///
 /// Between steps, reserve and begin_step wait for the device when they seal, make sketches anew, or follow keys for key novelty; end_prefill, materialize, fork and close may too. K, V and queries in
 /// device memory that aren't finite are reported by the next call between steps that finds out, as invalid_argument, once: after K or V, truncate the sequences to where that step began, or close them;
-/// after queries, don't use that step's outputs (in the metric, what isn't finite, or leaves bf16's range, counts as zero). zooms() is as of the last begin_step. Budgets bound the bytes asked for; slabs
+/// after queries, don't use that step's outputs (in the metric, elements that aren't finite, or are 2^56 or more once scaled, count as zero). zooms() is as of the last begin_step. Budgets bound the bytes asked for; slabs
 /// and size classes come on top. units() holds device addresses.
 class cuda_backend {
 public:
