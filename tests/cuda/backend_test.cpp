@@ -161,6 +161,36 @@ TEST(CudaBackend, WhatCannotBeCapturedSaysSo) {
     EXPECT_EQ(c.length(s), 651);
 }
 
+// The ring of queries is full when begin_step comes, in a capture, to take them.
+TEST(CudaBackend, ACaptureThatRefusesBeginStepCountsNoQuery) {
+    const auto w = backend_world();
+    float_cache c(w.model, small_options(), zooming_codec()), undisturbed(w.model, small_options(), zooming_codec());
+    const auto s = sealed_sequence(c, w, 1, 650, 850'000), t = sealed_sequence(undisturbed, w, 1, 650, 850'000);
+    auto p = step_plan(c, {{s, 1, -1}}), q = step_plan(undisturbed, {{t, 1, -1}});
+    device_step memory(w, 1);
+    const auto sealed = c.sealed(s);
+    for (uid i = 0; i < 132; ++i) {
+        if (i % 64 == 0 && i > 0) {
+            const auto other = c.open({0, 64});  // fences what was freed so far, which would refuse the capture too
+            ASSERT_EQ(cudaStreamBeginCapture(c.where().stream(), cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            EXPECT_THROW(c.begin_step(p), sekv::error);
+            cudaGraph_t graph = nullptr;
+            (void)cudaStreamEndCapture(c.where().stream(), &graph);
+            if (graph != nullptr) (void)cudaGraphDestroy(graph);
+            (void)cudaGetLastError();
+            c.close(other);
+        }
+        const auto each = [&](float_cache& cache, sekv::plan& plan) {
+            memory.put({9000 + i}, cache.where().stream());
+            cache.begin_step(plan);
+            memory.layers(cache, plan);
+            return memory.get(cache.where().stream());
+        };
+        ASSERT_EQ(each(c, p), each(undisturbed, q)) << "step " << i;
+    }
+    EXPECT_GT(c.sealed(s), sealed);
+}
+
 TEST(CudaBackend, StreamsMayAlternate) {
     const auto w = backend_world();
     std::vector<result> expected;
