@@ -91,7 +91,7 @@ TEST_P(Moments, AgreeWithTheHost) {
     rows_tests::under_schedules(3, [&] {
         const array<float> moments(start, c.pinned);
         const owned_stream s;
-        const array<moment_step> steps({step_of(c, q, moments.get())});
+        const array<moment_step> steps({step_of(c, q, moments.get())}, true);
         add_queries({steps.get(), 1}, c.decay, nullptr, s.get());
         s.synchronize();
         all.push_back(moments.read());
