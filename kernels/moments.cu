@@ -30,7 +30,7 @@ __device__ __forceinline__ float query_at(const moment_step& step, std::int32_t 
     return 0;  // moments would never lose it again
 }
 
-__device__ __forceinline__ std::int32_t tiles_of(std::int32_t key_size) { return (key_size + tile - 1) / tile; }
+__host__ __device__ constexpr std::int32_t tiles_of(std::int32_t key_size) { return (key_size + tile - 1) / tile; }
 
 __device__ __forceinline__ void load_stage(const moment_step& step, moment_shared& shared, double log2_decay, std::int64_t first, deferred_flags* flags) {
     const auto head = static_cast<std::int32_t>(blockIdx.y);
@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(threads) copy_kernel(float4* to, const float4*
 
 void add_queries(std::span<const moment_step> steps, double decay, deferred_flags* flags, stream s) {
     std::int32_t heads = 0, tiles = 0;
-    for (const auto& x : steps) heads = std::max(heads, x.kv_heads), tiles = std::max(tiles, (x.key_size + tile - 1) / tile);
+    for (const auto& x : steps) heads = std::max(heads, x.kv_heads), tiles = std::max(tiles, tiles_of(x.key_size));
     const dim3 grid(static_cast<unsigned>(steps.size()), static_cast<unsigned>(heads), static_cast<unsigned>(tiles * tiles));
     launch("add_moments", s, grid, dim3(threads), sizeof(moment_shared), &add_moments, steps.data(), static_cast<std::int32_t>(steps.size()), std::log2(decay), flags);
 }

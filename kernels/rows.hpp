@@ -18,7 +18,7 @@ struct append_step {
 };
 void append_rows(const append_step& step, stream s);
 
-/// Puts queries [rows, query_heads, dk] of a batch into the sequences' query rings, scaled by layer.scale, as bf16; slot = position % ring_tokens. Elements that aren't finite as bf16 become zeros.
+/// Puts queries [rows, query_heads, dk] of a batch into the sequences' query rings, scaled by layer.scale, as bf16; slot = position % ring_tokens. Elements that aren't finite, or are 2^56 or more once scaled, become zeros.
 struct ring_step {
     layer_layout layer;
     std::int32_t row_count = 0, ring_tokens = 0;

@@ -67,7 +67,7 @@ struct moment_step {
     float faded = 1;  ///< decay^tokens
 };
 /// Steps in one launch, so that all are taken or, when it is refused, none. steps: memory that host and device can read; those with the same moments lie next to each other and are taken in turn.
-/// Elements that aren't finite count as zeros and are reported to flags (null: not).
+/// Elements that aren't finite, or are 2^56 or more once scaled, count as zeros and are reported to flags (null: not).
 void add_queries(std::span<const moment_step> steps, double decay, deferred_flags* flags, stream s);
 
 /// to[i] = from[i] for `count` floats, a multiple of 4; pinned host memory is meant.

@@ -293,33 +293,22 @@ TEST_P(CudaBackendMemoryFaults, EveryAllocationMayFail) {
 }
 INSTANTIATE_TEST_SUITE_P(Slabs, CudaBackendMemoryFaults, testing::Values(exact_slabs, std::size_t{64} << 10));
 
-TEST_F(CudaBackendFaults, EveryLaunchMayBeRefused) {
-    scenario s(quota_);
-    const auto refuse = [](int k) { fakecuda::fail_after(call::launch, k, cudaErrorLaunchOutOfResources); };
-    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 25 : 5, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
-    std::printf("%lld launches refused\n", static_cast<long long>(failures));
+// Calls of one kind fail at this spacing, and what they were part of is done again.
+void survives(call kind, cudaError_t error, int spacing, const char* what, std::uint64_t quota, const scenario& undisturbed) {
+    scenario s(quota);
+    const auto refuse = [&](int k) { fakecuda::fail_after(kind, k, error); };
+    const auto failures = s.run_with_faults<sekv::device_error>(refuse, spacing, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
+    std::printf("%lld %s failed\n", static_cast<long long>(failures), what);
     EXPECT_GE(failures, short_run() ? 2 : 20);
-    expect_same_end(s, *undisturbed_, "after launches that were refused");
+    expect_same_end(s, undisturbed, what);
 }
 
-TEST_F(CudaBackendFaults, EveryCopyMayFail) {
-    scenario s(quota_);
-    const auto refuse = [](int k) { fakecuda::fail_after(call::copy, k, cudaErrorInvalidValue); };
-    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 25 : 9, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
-    std::printf("%lld copies failed\n", static_cast<long long>(failures));
-    EXPECT_GE(failures, short_run() ? 2 : 20);
-    expect_same_end(s, *undisturbed_, "after copies that failed");
-}
+TEST_F(CudaBackendFaults, EveryLaunchMayBeRefused) { survives(call::launch, cudaErrorLaunchOutOfResources, short_run() ? 25 : 5, "launches", quota_, *undisturbed_); }
+
+TEST_F(CudaBackendFaults, EveryCopyMayFail) { survives(call::copy, cudaErrorInvalidValue, short_run() ? 25 : 9, "copies", quota_, *undisturbed_); }
 
 // What was waited for is done, so only what comes behind the wait may be missing.
-TEST_F(CudaBackendFaults, EveryWaitMayReportAnError) {
-    scenario s(quota_);
-    const auto refuse = [](int k) { fakecuda::fail_after(call::synchronise, k, cudaErrorInvalidValue); };
-    const auto failures = s.run_with_faults<sekv::device_error>(refuse, short_run() ? 1 : 5, false, [](const sekv::device_error& e) { EXPECT_FALSE(e.lost()) << e.what(); });
-    std::printf("%lld waits failed\n", static_cast<long long>(failures));
-    EXPECT_GE(failures, short_run() ? 2 : 20);
-    expect_same_end(s, *undisturbed_, "after waits that failed");
-}
+TEST_F(CudaBackendFaults, EveryWaitMayReportAnError) { survives(call::synchronise, cudaErrorInvalidValue, short_run() ? 1 : 5, "waits", quota_, *undisturbed_); }
 
 // Two sequences in one batch from host memory: prompts, drafts that make the rings wrap, more prompt behind them. Each attend is made again until none of its driver calls fails; then the history is sealed.
 class batched_life {
