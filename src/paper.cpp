@@ -181,7 +181,7 @@ auto paper_codec::make_unit(const unit_plan& p) -> unit {
     return u;
 }
 
-demand paper_codec::seal_bytes(const sequence&, token_range range, std::int64_t, const segmenter& spans) const {
+demand paper_codec::seal_bytes(const sequence&, const std::vector<unit>&, token_range range, std::int64_t, const segmenter& spans) const {
     demand d;
     for (const auto& p : plan_units(range, spans)) d += {exact_bytes(p.block) + summary_bytes(p.block), factor_bytes(p.block)};
     return d;

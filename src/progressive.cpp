@@ -93,13 +93,16 @@ std::int64_t progressive_books::epochs_for(const progressive_sequence& s, std::i
     return std::max<std::int64_t>(1, (tokens + length / 2) / length);
 }
 
-demand progressive_books::seal_bytes(const progressive_sequence& s, token_range range, std::int64_t blocks, const segmenter&) const {
+bool progressive_books::outlives_sketches(const progressive_sequence& s, token_range range) const noexcept {
+    return options_.horizon > 0 && (s.newest ? s.sketched_at : range.end()) + options_.horizon < s.capacity;
+}
+
+demand progressive_books::seal_bytes(const progressive_sequence& s, const std::vector<unit>&, token_range range, std::int64_t blocks, const segmenter&) const {
     const auto n = static_cast<std::uint64_t>(blocks);
     auto fits = static_cast<std::uint64_t>(epochs_for(s, range.count));
     if (fits == 0 && s.since_fit >= options_.epoch_tokens) fits = 1;
-    // The next generation's bases will stand beside the present one's, if the sequence can live to see them.
-    const auto next = (s.newest ? s.sketched_at : range.end()) + options_.horizon;
-    const std::uint64_t spare = options_.horizon > 0 && next < s.capacity ? static_cast<std::uint64_t>(s.epochs) + fits : 0;
+    // The next generation's bases will stand beside the present one's.
+    const std::uint64_t spare = outlives_sketches(s, range) ? static_cast<std::uint64_t>(s.epochs) + fits : 0;
     return {n * layout_.sketch_block_bytes() + fits * (layout_.epoch_bytes() + layout_.key_device_bytes()) + spare * layout_.key_device_bytes(),
             n * (layout_.line_block_bytes() + exact_block_bytes_) + fits * layout_.key_host_bytes() + spare * layout_.key_host_bytes()};
 }

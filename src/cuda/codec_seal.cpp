@@ -91,19 +91,21 @@ cuda::seal_rows rows_of(const std::vector<cuda::exact_block>& blocks, const cuda
 }  // namespace
 
 // Follows what the functions below and moment_list allocate.
-std::uint64_t cuda_progressive_codec::seal_scratch(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks) const {
+demand cuda_progressive_codec::seal_bytes(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks, const segmenter& spans) const {
     const auto n = static_cast<std::size_t>(blocks);
     std::size_t most = std::max(kernel_array<cuda::exact_block>::bytes(n) + unit_pages::bytes(n), moment_bytes(s));
     if (s.newest && epochs_for(s, range.count) == 0 && s.since_fit >= std::max<std::int64_t>(options_.epoch_tokens, range.end() / 8)) {
         const auto decoded = units_in(before, {range.begin - s.since_fit, s.since_fit});
         most = std::max(most, view_bytes(cuda::list_sealed(decoded)) + decoded.size() * widest_page(*places_) + kernel_array<cuda::exact_block>::bytes(decoded.size()));
     }
-    if (options_.horizon > 0 && (s.newest ? s.sketched_at : range.end()) + options_.horizon < s.capacity) {  // the next sketches, if the sequence can live to see them
+    if (outlives_sketches(s, range)) {
         const auto all = before.size() + n;
         const auto bases = static_cast<std::size_t>(s.epochs + epochs_for(s, range.count)) + 1;
         most = std::max(most, all * layout_.sketch_block_bytes() + cuda::table_bytes(0, all, bases) + kernel_array<std::uint8_t*>::bytes(all));
     }
-    return most + (s.moments.use_count() > 1 && moment_bytes(s) > 0 ? layout_.moment_bytes() : 0);
+    auto need = progressive_books::seal_bytes(s, before, range, blocks, spans);
+    need.host += most + (s.moments.use_count() > 1 && moment_bytes(s) > 0 ? layout_.moment_bytes() : 0);  // folding the rings makes the moments the sequence's own
+    return need;
 }
 
 void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) {

@@ -138,7 +138,7 @@ TEST(PaperSequence, CountsEveryByteAndPredictsThem) {
         device += u.payload.exact->size() + u.payload.summaries->size();
         host += u.payload.factors->size();
     }
-    const auto predicted = w.cache.coder().seal_bytes({}, {0, w.cache.sealed(w.seq)}, 1, w.cache.spans(w.seq));
+    const auto predicted = w.cache.coder().seal_bytes({}, {}, {0, w.cache.sealed(w.seq)}, 1, w.cache.spans(w.seq));
     EXPECT_EQ(predicted.device, device);
     EXPECT_EQ(predicted.host, host);
     EXPECT_EQ(used.at(tier::host, kind::lines), host);

@@ -79,7 +79,7 @@ concept codec = requires(C c, const C k, typename C::sequence& s, const typename
     { c.fork(ks, std::int64_t{}) } -> std::same_as<typename C::sequence>;
     { c.truncate(s, std::int64_t{}) } noexcept;
     { k.sequence_usage(ks, kunits) } -> std::same_as<usage>;
-    { k.seal_bytes(ks, token_range{}, std::int64_t{}, kspans) } -> std::same_as<demand>;
+    { k.seal_bytes(ks, kunits, token_range{}, std::int64_t{}, kspans) } -> std::same_as<demand>;
     { k.least_seal(ks) } -> std::convertible_to<std::int64_t>;
     { c.seal(s, kunits, r) } -> std::same_as<std::vector<sealed_unit<typename C::payload>>>;
     { c.advance(s, units, std::int64_t{}, std::uint64_t{}) } -> std::same_as<bool>;  // whether sealed units changed

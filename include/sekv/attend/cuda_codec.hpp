@@ -42,8 +42,8 @@ public:
     [[nodiscard]] sequence fork(const sequence& from, std::int64_t length);
     void truncate(sequence& s, std::int64_t length) noexcept;
     [[nodiscard]] usage sequence_usage(const sequence& s, const std::vector<unit>& units) const;
-    /// Pinned bytes beside seal_bytes that a seal takes for its time, for the moments that it makes the sequence's own, or for the sketch generation after it.
-    [[nodiscard]] std::uint64_t seal_scratch(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks) const;
+    /// As the books', and the pinned bytes that the seal, or making all sketches anew, takes for its time.
+    [[nodiscard]] demand seal_bytes(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks, const segmenter& spans) const;
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);
     bool advance(sequence& s, std::vector<unit>& units, std::int64_t length, std::uint64_t device_room);
 

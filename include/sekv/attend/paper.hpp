@@ -86,7 +86,7 @@ public:
     /// Bytes of the units' pages, whether shared or not.
     [[nodiscard]] usage sequence_usage(const sequence& s, const std::vector<unit>& units) const;
     /// Exactly the bytes that sealing `range` adds. Costs time in proportion to the range.
-    [[nodiscard]] demand seal_bytes(const sequence& s, token_range range, std::int64_t blocks, const segmenter& spans) const;
+    [[nodiscard]] demand seal_bytes(const sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks, const segmenter& spans) const;
     [[nodiscard]] std::int64_t least_seal(const sequence&) const noexcept { return host::block_tokens; }
     /// Encodes blocks. Throws budget_error, the sequence unchanged.
     [[nodiscard]] std::vector<unit> seal(sequence& s, const std::vector<unit>& before, const seal_request& request);

@@ -55,8 +55,8 @@ public:
 
     /// Bytes that the sequence refers to by way of this codec, whether it shares them or not.
     [[nodiscard]] usage sequence_usage(const progressive_sequence& s, const std::vector<unit>& units) const;
-    /// Bytes that sealing `range` in `blocks` blocks adds, the spare for a later sketch generation included.
-    [[nodiscard]] demand seal_bytes(const progressive_sequence& s, token_range range, std::int64_t blocks, const segmenter& spans) const;
+    /// Bytes that sealing `range` in `blocks` blocks behind the units `before` adds, the spare for a later sketch generation included.
+    [[nodiscard]] demand seal_bytes(const progressive_sequence& s, const std::vector<unit>& before, token_range range, std::int64_t blocks, const segmenter& spans) const;
     /// A first seal takes at least this many tokens, where there are so many: a basis wants samples.
     [[nodiscard]] std::int64_t least_seal(const progressive_sequence& s) const noexcept { return s.newest ? host::block_tokens : options_.epoch_tokens; }
     /// Encodes blocks. Throws budget_error, the sequence unchanged.
@@ -85,6 +85,8 @@ protected:
     /// Epochs that sealing so many tokens fits on their rows.
     [[nodiscard]] std::int64_t epochs_for(const progressive_sequence& s, std::int64_t tokens) const noexcept;
 
+    /// Whether the sequence can live to see its sketches made anew, once `range` is sealed.
+    [[nodiscard]] bool outlives_sketches(const progressive_sequence& s, token_range range) const noexcept;
     /// Whether sketches would be made anew now.
     [[nodiscard]] bool sketches_due(const progressive_sequence& s, const std::vector<unit>& units, std::int64_t length, std::uint64_t device_room) const noexcept;
     virtual void copy_moments(const page& from, page& to);

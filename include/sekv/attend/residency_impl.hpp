@@ -190,8 +190,7 @@ demand residency<Scalar, Codec>::seal_demand(const record& r, std::int64_t block
     if (blocks == 0) return {};
     const auto& list = r.of(whole).blocks();
     const token_range range{list.front().begin, list[static_cast<std::size_t>(blocks - 1)].end() - list.front().begin};
-    auto need = codec_->seal_bytes(r.own, range, blocks, r.spans);
-    if constexpr (requires { codec_->seal_scratch(r.own, r.sealed, range, blocks); }) need.host += codec_->seal_scratch(r.own, r.sealed, range, blocks);  // where the budget's memory is what a seal works in
+    auto need = codec_->seal_bytes(r.own, r.sealed, range, blocks, r.spans);
     if (!r.sinks) need.device += sink_layout_.page_bytes();
     return need;
 }
