@@ -147,7 +147,9 @@ __device__ __forceinline__ void copy_lines(const chooser& x, int misses) {
         }
     }
     for (int i = x.tid; i < misses; i += choose_threads) {
-        if (x.s.slot[i] >= 0) x.w.zoomed[x.place * x.w.candidates + x.s.entry[i]].line = x.cache.line(x.s.slot[i]);
+        if (x.s.slot[i] < 0) continue;
+        x.w.zoomed[x.place * x.w.candidates + x.s.entry[i]].line = x.cache.line(x.s.slot[i]);
+        if (x.step.ahead) atomicAdd(&x.s.fetched[0], 1);
     }
 }
 
@@ -203,16 +205,22 @@ __device__ __forceinline__ int choose_row(const chooser& x, int& hits) {
     return chosen;
 }
 
-__device__ __forceinline__ void add_counts(const decode_step& step, const tally& t) {
+__device__ __forceinline__ void add_counts(const decode_step& step, const tally& t, int fetched) {
     zoom_counters* c = step.counters;
     const auto& l = step.layer;
+    const auto line_bytes = static_cast<unsigned long long>(l.exact_line_bytes > 0 ? l.exact_line_bytes : l.line_bytes);
     if (c == nullptr || t.zooms == 0) return;
+    if (step.ahead) {
+        atomicAdd(&c->prefetched, static_cast<unsigned long long>(fetched));
+        atomicAdd(&c->bytes, static_cast<unsigned long long>(fetched) * line_bytes);
+        return;
+    }
     atomicAdd(&c->zooms, t.zooms);
     atomicAdd(&c->tokens, t.tokens);
     atomicAdd(&c->capped, t.capped);
     atomicAdd(&c->hits, t.hits);
     atomicAdd(&c->misses, t.tokens - t.hits);
-    atomicAdd(&c->bytes, (t.tokens - t.hits) * static_cast<unsigned long long>(l.exact_line_bytes > 0 ? l.exact_line_bytes : l.line_bytes));
+    atomicAdd(&c->bytes, (t.tokens - t.hits) * line_bytes);
     atomicMax(&c->most_tokens, t.most);
 }
 
@@ -227,6 +235,7 @@ __global__ void __launch_bounds__(choose_threads, 2) choose(decode_step step, de
     auto& s = dynamic_shared<choose_shared>();
     const auto now = static_cast<std::uint8_t>(sequence->line_slots > 0 ? *cache.now + 1 : 0);
     tally counts;
+    if (tid == 0) s.fetched[0] = 0;
     for (int i = 0; i < item.tokens; ++i) {
         const auto place = part_of(step.layer, item.row + i, head);
         const chooser x{step, w, s, sequence, cache, place, head, tid, lane_of(tid), warp_of(tid), min(w.cursor[place], w.candidates), now};
@@ -236,7 +245,7 @@ __global__ void __launch_bounds__(choose_threads, 2) choose(decode_step step, de
         const bool zooms = x.candidates > 0 || sees_sealed(x);
         if (x.candidates > 0) chosen = choose_row(x, hits);
         __syncthreads();
-        if (tid == 0 && chosen > 0 && step.counters != nullptr) add_latency(step.counters, global_timer() - started);
+        if (tid == 0 && chosen > 0 && step.counters != nullptr && !step.ahead) add_latency(step.counters, global_timer() - started);
         counts.zooms += zooms ? 1u : 0u;
         counts.tokens += static_cast<unsigned long long>(chosen);
         counts.hits += static_cast<unsigned long long>(hits);
@@ -245,7 +254,7 @@ __global__ void __launch_bounds__(choose_threads, 2) choose(decode_step step, de
     }
     if (tid != 0) return;
     if (counts.tokens > 0 && sequence->line_slots > 0) *cache.now = now;
-    add_counts(step, counts);
+    add_counts(step, counts, s.fetched[0]);
 }
 
 }  // namespace

@@ -20,6 +20,7 @@ struct choose_shared {
     shared_array<int, 2 * choose_warps> totals;
     shared_array<int, 2> digit;                    // the cut's next digit, and how many of the cut itself are still to keep
     shared_array<int, 1> hits;                     // of the row
+    shared_array<int, 1> fetched;                  // lines that the item brought ahead
     shared_array<int, choose_threads> entry, slot;  // of misses at hand
     shared_array<std::int64_t, choose_threads> position;
     shared_array<const std::uint8_t*, choose_threads> source;

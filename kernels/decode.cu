@@ -72,20 +72,32 @@ decode_workspace cut_workspace(const layer_layout& layer, const decode_bounds& b
 
 std::size_t decode_workspace_bytes(const layer_layout& layer, const decode_bounds& bounds) { return cut_workspace(layer, bounds, nullptr).bytes; }
 
-void attend_decode(const decode_step& step, stream s) {
-    const decode_workspace w = cut_workspace(step.layer, step.bounds, step.workspace);
-    if (w.segments == 0) {
-        launch_score_exact(step, w, s);
-        launch_combine(step, w, s);
-        return;
-    }
+namespace {
+
+void choose_lines(const decode_step& step, const decode_workspace& w, stream s) {
     launch_project(step, w, s);
     launch_score_exact(step, w, s);
     launch_score_sketch(step, w, s);
     launch_route(step, w, s);
     launch_choose(step, w, s);
-    launch_refine(step, w, s);
+}
+
+}  // namespace
+
+void attend_decode(const decode_step& step, stream s) {
+    const decode_workspace w = cut_workspace(step.layer, step.bounds, step.workspace);
+    if (w.segments == 0) {
+        launch_score_exact(step, w, s);
+    } else {
+        choose_lines(step, w, s);
+        launch_refine(step, w, s);
+    }
     launch_combine(step, w, s);
+}
+
+void fetch_ahead(const decode_step& step, stream s) {
+    const decode_workspace w = cut_workspace(step.layer, step.bounds, step.workspace);
+    if (w.segments > 0) choose_lines(step, w, s);
 }
 
 }  // namespace sekv::cuda

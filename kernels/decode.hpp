@@ -27,6 +27,7 @@ struct decode_step {
     zoom_counters* counters = nullptr;   ///< device
     std::byte* workspace = nullptr;      ///< device, decode_workspace_bytes
     deferred_flags* flags = nullptr;     ///< where queries that aren't finite are reported; null: nowhere
+    bool ahead = false;                  ///< of fetch_ahead: the items' own tokens aren't there yet, and nobody sees them
 };
 
 /// Bytes for the layers of these shapes (the largest over layers is what a plan needs).
@@ -34,5 +35,9 @@ struct decode_step {
 
 /// Enqueues one layer's attention. No host synchronisation, no allocation; capturable. Throws device_error when a launch fails.
 void attend_decode(const decode_step& step, stream s);
+
+/// Brings the lines that these queries would zoom into the line caches: attend_decode up to its choice, which is all that it shares with it. step.ahead is set; out, lse and flags aren't looked at, and
+/// of the counters only prefetched and bytes grow. As attend_decode otherwise.
+void fetch_ahead(const decode_step& step, stream s);
 
 }  // namespace sekv::cuda

@@ -184,7 +184,8 @@ __global__ void __launch_bounds__(threads<G>, G == 1 ? 6 : G < 8 ? 8 : G == 8 ? 
     const bool at_once = cut.values != cut.keys;
     prepare_scores<G>(x);
     stage_planes<G>(x, cut.keys, 0, l.key_planes);
-    stage_planes<G>(x, cut.values, l.key_planes, at_once ? l.value_planes : 0);
+    const int value_planes = step.ahead ? 0 : l.value_planes;
+    stage_planes<G>(x, cut.values, l.key_planes, at_once ? value_planes : 0);
     const auto* fields = at<sketch_field>(x.statistics, l.epoch.fields);
     const int count = min(*at<std::int32_t>(x.statistics, l.epoch.field_count), l.value_bits);
     for (int i = tid; i < count; i += threads<G>) x.of<sketch_field>(cut.value_fields)[i] = fields[i];
@@ -202,10 +203,11 @@ __global__ void __launch_bounds__(threads<G>, G == 1 ? 6 : G < 8 ? 8 : G == 8 ? 
     for (int b = warp; b < x.part.count; b += warps<G>) flag_block<G>(x, queries, b, lane, zoom);
     __syncthreads();
     if (warp == 0) reserve(x, lane);
-    if (!at_once) stage_planes<G>(x, cut.values, l.key_planes, l.value_planes);
+    if (!at_once) stage_planes<G>(x, cut.values, l.key_planes, value_planes);
     cp_async_wait<0>();
     __syncthreads();
     for (int b = warp; b < x.part.count; b += warps<G>) list_block<G>(x, b, lane);
+    if (step.ahead) return;
     __syncthreads();
     attend_values<G>(x, count);
 }

@@ -140,7 +140,7 @@ struct deferred_flags {
 
 /// Zoom counters, added to by kernels; buckets are those of latency_histogram.
 struct zoom_counters {
-    unsigned long long zooms = 0, tokens = 0, capped = 0, hits = 0, misses = 0, bytes = 0, most_tokens = 0;
+    unsigned long long zooms = 0, tokens = 0, capped = 0, hits = 0, misses = 0, bytes = 0, most_tokens = 0, prefetched = 0;
     unsigned long long latency_most = 0;
     unsigned long long latency[512] = {};
 };

@@ -7,6 +7,7 @@
 #include "bench/cuda/device.hpp"
 #include "bench/cuda/full_kv.hpp"
 #include "sekv/cuda.hpp"
+#include "src/cuda/context.hpp"
 
 namespace sekv::bench {
 namespace {
@@ -80,6 +81,14 @@ public:
             us.push_back(step());
         }
         return median(std::move(us));
+    }
+    /// Brings ahead what the next step's queries will zoom; returns its microseconds, with nothing beside it.
+    double prefetch() {
+        auto& memory = cache_->where().context().memory();
+        return watch_.once([&] {
+            cache_->prefetch(plan_, 0, rows(queries_.as<float>(), shape_.batch, shape_.kv_heads * shape_.group, d));
+            (void)memory.joined();
+        });
     }
     void finish() const { cuda::check(cudaStreamSynchronize(watch_.stream()), "cudaStreamSynchronize"); }
 
@@ -269,6 +278,18 @@ void measure_zoom(const part_options& o) {
             row["tokens_per_list"] = static_cast<double>(z.tokens - before.tokens) / std::max(1.0, static_cast<double>(z.zooms - before.zooms));
             row["bytes"] = z.bytes - before.bytes;
             row["p50_us"] = static_cast<double>(z.latency.percentile(0.5)) / 1e3, row["p99_us"] = static_cast<double>(z.latency.percentile(0.99)) / 1e3, row["max_us"] = static_cast<double>(z.latency.max()) / 1e3;
+            // The same with hints that are the queries themselves: what a prefetch costs, and what the step after it finds.
+            const auto steps_before = c.cache().zooms();
+            std::vector<double> ahead;
+            for (int i = 0; i < (o.small ? 2 : 50); ++i) {
+                if (memory < 1) c.turn_queries(memory);
+                ahead.push_back(c.prefetch());
+                (void)c.step();
+            }
+            row["prefetch_us"] = median(std::move(ahead));
+            const auto& hinted = c.cache().zooms();
+            row["prefetched"] = hinted.prefetched - steps_before.prefetched;
+            row["prefetched_hits"] = static_cast<double>(hinted.hits - steps_before.hits) / std::max(1.0, static_cast<double>(hinted.tokens - steps_before.tokens));
         });
     }
 }

@@ -81,6 +81,8 @@ int main() try {
                 const auto l = static_cast<std::size_t>(layer);
                 cache.append(plan, layer, ks[l].rows(), vs[l].rows());
                 cache.attend(plan, layer, qs[l].rows(), outs[l].out());
+                // Optional, for large batches (docs/performance.md): lines cross while this layer's MLP runs. A real engine gives the next layer's projection of its residual stream as it is now.
+                if (layer + 1 < layers) cache.prefetch(plan, layer + 1, qs[l + 1].rows());
             }
         });
     }

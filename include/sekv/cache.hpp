@@ -96,6 +96,12 @@ public:
     void attend(plan& p, std::int32_t layer, const rows_view& queries, const out_view& out, float* lse = nullptr);
     /// The same with a plan that the cache keeps for itself.
     void attend(std::span<const batch_item> items, std::int32_t layer, const rows_view& queries, resolution how, const out_view& out, float* lse = nullptr);
+    /// A hint, between begin_step and the step's append to this layer: brings the lines that these queries would zoom into the line caches, so that the layer's attend finds them there. Changes time and
+    /// counters, never output, whatever the queries are. They are [tokens, query_heads, key_size], an estimate of those that attend will be given: the layer's own projection (with its norm and RoPE)
+    /// of the residual stream as it is before the MLP of the layer before; docs/performance.md has what that is worth, and what it costs. Enqueued beside what the engine enqueues on the backend's
+    /// stream meanwhile (that MLP); the cache's own next call waits for it on the device, and the queries must stay as they are until then. In a capture, that call must be captured too. The host
+    /// backend, the paper preset, sliding-window layers and plans of full resolution have no use for hints: they check and return. Throws as attend does for shapes, plans and layers.
+    void prefetch(plan& p, std::int32_t layer, const rows_view& queries);
     /// Token-level rows of positions [begin, begin + count) at the best level held, for engines with their own attention: keys [count, kv_heads, key_size], values likewise.
     void materialize(sequence s, std::int32_t layer, std::int64_t begin, std::int64_t count, const out_view& keys, const out_view& values) const;
 
@@ -137,6 +143,7 @@ private:
     [[nodiscard]] std::uint64_t default_quota(std::int64_t capacity) const;
     void check_rows(const char* what, const rows_view& v, std::int64_t tokens, std::int32_t heads, std::int32_t size) const;
     void check_plan(const plan& p) const;
+    [[nodiscard]] static state_error outgrown(const plan& p, const record& r);
     [[nodiscard]] std::int64_t checked_tokens(std::span<const batch_item> items) const;
     [[nodiscard]] Codec make_codec(const codec_options& o);
     [[nodiscard]] std::vector<step_item<Codec>> resolve(std::span<const batch_item> items, std::int32_t layer);

@@ -343,6 +343,11 @@ std::vector<step_item<C>> basic_cache<S, B, C>::resolve(std::span<const batch_it
 }
 
 template <scalar S, backend B, codec C>
+state_error basic_cache<S, B, C>::outgrown(const plan& p, const record& r) {
+    return state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(r.scored_tokens()) + ", or was sealed in the meantime; make a new plan.");
+}
+
+template <scalar S, backend B, codec C>
 void basic_cache<S, B, C>::attend(plan& p, std::int32_t layer, const rows_view& queries, const out_view& out, float* lse) {
     const auto& l = checked_layer(layer);
     check_plan(p);
@@ -352,8 +357,7 @@ void basic_cache<S, B, C>::attend(plan& p, std::int32_t layer, const rows_view& 
                                std::to_string(out.heads) + ", " + std::to_string(out.size) + "].");
     const auto items = resolve(p.items_, layer);
     for (const auto& i : items) {
-        if (i.record->scored_tokens() > p.longest_ || !engine_.covers(p, *i.record))
-            throw state_error("The plan was made for up to " + std::to_string(p.longest_) + " tokens, and a sequence has " + std::to_string(i.record->scored_tokens()) + ", or was sealed in the meantime; make a new plan.");
+        if (i.record->scored_tokens() > p.longest_ || !engine_.covers(p, *i.record)) throw outgrown(p, *i.record);
     }
     engine_.attend(p, layer, items, queries, out, lse, zooms_);
 }
@@ -374,6 +378,24 @@ void basic_cache<S, B, C>::attend(std::span<const batch_item> items, std::int32_
         own_plan_ = make_plan(items, how);
     }
     attend(own_plan_, layer, queries, out, lse);
+}
+
+template <scalar S, backend B, codec C>
+void basic_cache<S, B, C>::prefetch(plan& p, std::int32_t layer, const rows_view& queries) {
+    const auto& l = checked_layer(layer);
+    check_plan(p);
+    check_rows("queries", queries, p.tokens_, l.query_heads(), l.key_size);
+    std::vector<step_item<C>> items;
+    std::int64_t row = 0;
+    for (const auto& i : p.items_) {
+        if (i.seq.generation != 0) {
+            auto& r = at(i.seq);
+            if (r.scored_tokens() > p.longest_ || !engine_.covers(p, r)) throw outgrown(p, r);
+            items.push_back({&r, i.tokens, residency_.least_length(r), row});
+        }
+        row += i.tokens;
+    }
+    engine_.prefetch(p, layer, items, queries);
 }
 
 template <scalar S, backend B, codec C>

@@ -37,7 +37,7 @@ context::~context() {
 
 bool context::capturing() const {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(stream(), &status), "cudaStreamIsCapturing");
+    check(cudaStreamIsCapturing(resource_->stream(), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
 }
 
@@ -57,7 +57,7 @@ std::shared_ptr<memory_resource> cuda_backend::resource() const noexcept { retur
 
 void cuda_backend::use(CUstream_st* stream) { context_->memory().use(stream); }
 
-CUstream_st* cuda_backend::stream() const noexcept { return context_->stream(); }
+CUstream_st* cuda_backend::stream() const noexcept { return context_->memory().stream(); }
 
 void cuda_backend::synchronize() { context_->memory().synchronize(); }
 

@@ -17,7 +17,8 @@ public:
     ~context();
 
     [[nodiscard]] int device() const noexcept { return device_; }
-    [[nodiscard]] cudaStream_t stream() const noexcept { return resource_->stream(); }
+    /// Where the cache enqueues its own work: behind what prefetches hold.
+    [[nodiscard]] cudaStream_t stream() const { return resource_->joined(); }
     [[nodiscard]] cuda_resource& memory() const noexcept { return *resource_; }
     [[nodiscard]] const std::shared_ptr<cuda_resource>& shared_memory() const noexcept { return resource_; }
     /// Whether the stream is being captured: then nothing may be allocated, copied from the host or waited for.

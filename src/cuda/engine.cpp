@@ -233,7 +233,7 @@ void cuda_engine::check_deferred() { state_->coder.check_flags(); }
 void cuda_engine::collect(zoom_metrics& zooms) const {
     cuda::zoom_counters c;
     std::memcpy(&c, state_->counters_landed.data(), sizeof c);
-    zooms = {c.zooms, c.tokens, c.capped, c.hits, c.misses, c.bytes, c.most_tokens, {}};
+    zooms = {c.zooms, c.tokens, c.capped, c.hits, c.misses, c.bytes, c.most_tokens, c.prefetched, {}};
     zooms.latency.add_buckets(c.latency, c.latency_most);
 }
 

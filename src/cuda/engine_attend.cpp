@@ -74,12 +74,7 @@ void cuda_engine::attend(step_tables& t, std::byte* workspace, std::int32_t laye
     if (t.how == resolution::full) {
         attend_full(t, workspace, layer, items, q.view, to);
     } else {
-        try {
-            attend_adaptive(t, workspace, layer, q.view, to);
-        } catch (...) {  // line caches may name lines that a launch which was refused should have brought
-            for (const auto& i : items) i.record->own.stale_lines = 0, i.record->own.sent = ~std::uint64_t{0};
-            throw;
-        }
+        attend_adaptive(t, workspace, layer, q.view, to);
     }
     if (to.on_host()) {
         state_->land_counters();
@@ -89,25 +84,45 @@ void cuda_engine::attend(step_tables& t, std::byte* workspace, std::int32_t laye
     to.deliver();
 }
 
+// A window's step, without its outputs.
+cuda::decode_step cuda_engine::decode_step_of(const step_tables& t, std::size_t window, std::byte* workspace, std::int32_t layer, const rows_view& queries) const {
+    const auto& x = t.windows[window];
+    cuda::decode_step step;
+    step.layer = state_->layout(layer);
+    step.bounds = t.bounds;
+    step.bounds.rows = x.rows, step.bounds.items = x.entries;
+    step.items = reinterpret_cast<const cuda::batch_entry*>(workspace) + t.items.size() + x.entry;
+    step.rows = reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at) + queries.tokens + x.row;
+    step.queries = cuda::tensor(queries);
+    step.queries.data = queries.row(x.row, 0);
+    step.counters = state_->counters.as<cuda::zoom_counters>();
+    step.workspace = workspace + t.work_at;
+    return step;
+}
+
 void cuda_engine::attend_adaptive(const step_tables& t, std::byte* workspace, std::int32_t layer, const rows_view& queries, const cuda::output& to) const {
-    const auto* entries = reinterpret_cast<const cuda::batch_entry*>(workspace) + t.items.size();
-    const auto* rows = reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at) + queries.tokens;
-    for (const auto& x : t.windows) {
-        cuda::decode_step step;
-        step.layer = state_->layout(layer);
-        step.bounds = t.bounds;
-        step.bounds.rows = x.rows, step.bounds.items = x.entries;
-        step.items = entries + x.entry;
-        step.rows = rows + x.row;
-        step.queries = cuda::tensor(queries);
-        step.queries.data = queries.row(x.row, 0);
+    for (std::size_t i = 0; i < t.windows.size(); ++i) {
+        const auto row = t.windows[i].row;
+        auto step = decode_step_of(t, i, workspace, layer, queries);
         step.out = to.rows;
-        step.out.data += x.row * to.rows.token_stride;
-        step.lse = to.lse != nullptr ? to.lse + static_cast<std::int64_t>(x.row) * queries.heads : nullptr;
-        step.counters = state_->counters.as<cuda::zoom_counters>();
-        step.workspace = workspace + t.work_at;
+        step.out.data += row * to.rows.token_stride;
+        step.lse = to.lse != nullptr ? to.lse + static_cast<std::int64_t>(row) * queries.heads : nullptr;
         step.flags = state_->flags();
         cuda::attend_decode(step, state_->stream());
+    }
+}
+
+void cuda_engine::prefetch(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries) {
+    if (t.how == resolution::full || state_->shape(layer).windowed() || state_->coder.settings().line_slots == 0) return;
+    const cuda::device_guard guard(state_->context.device());
+    if (state_->context.capturing() && !cuda::on_device(queries.data)) throw invalid_argument("A captured prefetch takes queries in device memory; these are in the host's.");
+    const auto q = stage_queries(queries);
+    send(t, workspace, items);
+    const auto beside = state_->context.memory().beside();
+    for (std::size_t i = 0; i < t.windows.size(); ++i) {
+        auto step = decode_step_of(t, i, workspace, layer, q.view);
+        step.ahead = true;
+        cuda::fetch_ahead(step, beside);
     }
 }
 

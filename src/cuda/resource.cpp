@@ -6,7 +6,7 @@
 namespace sekv::cuda {
 
 cuda_resource::cuda_resource(cudaStream_t compute, const resource_options& options)
-    : device_(current_device()), pool_(options.device), arena_(options.host), copies_(arena_, options.copies), streams_{copies_.copy_stream(), compute} {}
+    : device_(current_device()), pool_(options.device), arena_(options.host), copies_(arena_, options.copies), streams_{copies_.copy_stream(), beside_.get(), compute} {}
 
 void cuda_resource::use(cudaStream_t s) {
     if (s == stream()) return;
@@ -19,8 +19,26 @@ void cuda_resource::use(cudaStream_t s) {
     current_ = place;
 }
 
+cudaStream_t cuda_resource::beside() {
+    const device_guard guard(device_);
+    edge_.record(stream());
+    edge_.order(beside_.get());
+    apart_ = true;
+    return beside_.get();
+}
+
+cudaStream_t cuda_resource::joined() {
+    if (apart_) {
+        const device_guard guard(device_);
+        edge_.record(beside_.get());
+        edge_.order(stream());
+        apart_ = false;
+    }
+    return stream();
+}
+
 void cuda_resource::forget(cudaStream_t s) {
-    const auto known = std::find(streams_.begin() + 1, streams_.end(), s);
+    const auto known = std::find(streams_.begin() + 2, streams_.end(), s);
     if (known == streams_.end()) return;
     if (s == stream()) throw state_error("The stream to forget is the one in use; call use with another stream first.");
     pool_.forget(s);
@@ -54,7 +72,7 @@ void cuda_resource::deallocate(tier t, void* p, std::size_t, std::size_t) noexce
 void cuda_resource::zero(tier t, void* p, std::size_t bytes) {
     if (t == tier::device) {
         const device_guard guard(device_);
-        return copies_.zero(p, bytes, stream());
+        return copies_.zero(p, bytes, joined());
     }
     if (p != fresh_) synchronize();
     fresh_ = nullptr;
@@ -73,7 +91,7 @@ void cuda_resource::copy_rows(void* to, tier to_tier, std::size_t to_pitch, cons
     }
     const device_guard guard(device_);
     const auto d = from_tier == tier::host ? direction::to_device : to_tier == tier::host ? direction::to_host : direction::on_device;
-    copies_.copy(d, {to, from, width, rows, to_pitch, from_pitch}, stream(), lane::in_line);
+    copies_.copy(d, {to, from, width, rows, to_pitch, from_pitch}, joined(), lane::in_line);
 }
 
 }  // namespace sekv::cuda

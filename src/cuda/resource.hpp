@@ -16,7 +16,7 @@ struct resource_options {
 };
 
 /// tier::device from a device_pool, tier::host from a pinned_arena. What zero and copy enqueue goes to the stream of the latest `use`, in order with the kernels that are enqueued there; freed memory is
-/// fenced on every stream that was ever used and on the copy stream. One caller at a time. Nothing here may be called while a used stream is being captured, but for deallocate.
+/// fenced on every stream that was ever used, on the copy stream and on the one beside. One caller at a time. Nothing here may be called while a used stream is being captured, but for deallocate.
 class cuda_resource final : public memory_resource {
 public:
     explicit cuda_resource(cudaStream_t compute, const resource_options& options = {});
@@ -30,6 +30,10 @@ public:
     /// The host waits for all streams that were used, and for the copies.
     void synchronize();
     [[nodiscard]] cudaStream_t stream() const noexcept { return streams_[current_]; }
+    /// A stream for work that stream() doesn't wait for: behind what stream() holds now, and before what is enqueued on joined() next.
+    [[nodiscard]] cudaStream_t beside();
+    /// stream(), behind all that `beside` was given.
+    [[nodiscard]] cudaStream_t joined();
 
     void* allocate(tier t, std::size_t bytes, std::size_t alignment) override;
     void deallocate(tier t, void* p, std::size_t bytes, std::size_t alignment) noexcept override;
@@ -51,8 +55,10 @@ private:
     pinned_arena arena_;
     transfer copies_;
     owned_event edge_;
-    std::vector<cudaStream_t> streams_;  ///< the copy stream first
-    std::size_t current_ = 1;
+    owned_stream beside_;
+    bool apart_ = false;                 ///< beside_ holds work that stream() isn't behind
+    std::vector<cudaStream_t> streams_;  ///< the copy stream first, then the one beside
+    std::size_t current_ = 2;
     const void* fresh_ = nullptr;  ///< host memory that nothing can be using yet
 };
 

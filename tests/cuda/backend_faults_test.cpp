@@ -131,6 +131,7 @@ struct scenario {
             const uids rows(tokens.begin() + static_cast<std::ptrdiff_t>(i), tokens.begin() + static_cast<std::ptrdiff_t>(i) + 3);
             add("begin_step", [this] { c->begin_step(plan); }, [this, rows] { memory->put(rows, c->where().stream()); });
             for (std::int32_t l = 0; l < w.layers(); ++l) {
+                add("prefetch(plan)", [this, l] { memory->prefetch(*c, plan, l); });
                 add("append(plan)", [this, l] { memory->append(*c, plan, l); });
                 add("attend(plan)", [this, l] { memory->attend(*c, plan, l); });
             }

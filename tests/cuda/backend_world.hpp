@@ -72,6 +72,12 @@ public:
         const auto& m = *layers_[static_cast<std::size_t>(l)];
         c.append(p, l, sekv::rows(m.keys.data(), rows_, s.kv_heads, s.key_size), sekv::rows(m.values.data(), rows_, s.kv_heads, s.value_size));
     }
+    /// The layer's queries as a hint.
+    template <class Cache>
+    void prefetch(Cache& c, sekv::plan& p, std::int32_t l) const {
+        const auto& s = world_.at(l);
+        c.prefetch(p, l, sekv::rows(layers_[static_cast<std::size_t>(l)]->queries.data(), rows_, s.query_heads(), s.key_size));
+    }
     template <class Cache>
     void attend(Cache& c, sekv::plan& p, std::int32_t l) {
         const auto& s = world_.at(l);

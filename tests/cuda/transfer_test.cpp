@@ -333,6 +333,49 @@ TEST_P(Resources, StreamsFollowEachOther) {
     for (auto* p : {a, b}) give(tier::host, p);
 }
 
+// The page is written on the stream, then beside it, then on it again; on the stream itself nothing waits for what is beside.
+TEST_P(Resources, WorkBesideComesAfterWhatIsThereAndBeforeWhatTheResourceEnqueuesNext) {
+    auto *a = take(tier::host), *x = take(tier::device), *early = take(tier::host), *late = take(tier::host);
+    for (const unsigned round : {1U, 2U}) {
+        resource_.synchronize();
+        const auto content = numbered(bytes_, round);
+        std::memcpy(a, content.data(), bytes_);
+        resource_.copy(x, tier::device, a, tier::host, bytes_);
+        const auto beside = resource_.beside();
+        EXPECT_NE(beside, resource_.stream());
+        enqueue(early, x, bytes_, cudaMemcpyDeviceToHost, beside);
+        enqueue(x + bytes_ / 2, x, bytes_ / 2, cudaMemcpyDeviceToDevice, beside);
+        first_.synchronize();
+        if (round == 1) {
+            resource_.copy(late, tier::host, x, tier::device, bytes_);
+            resource_.zero(tier::device, x, bytes_);
+        } else {
+            enqueue(late, x, bytes_, cudaMemcpyDeviceToHost, resource_.joined());
+        }
+        resource_.synchronize();
+        EXPECT_EQ(view(early), content);
+        EXPECT_TRUE(std::equal(content.begin(), content.begin() + bytes_ / 2, late + bytes_ / 2)) << "round " << round;
+    }
+    give(tier::device, x);
+    for (auto* p : {a, early, late}) give(tier::host, p);
+}
+
+TEST_P(Resources, WhatWorkBesideReadsIsNotGivenToOthers) {
+    auto *page = take(tier::host), *x = take(tier::device), *seen = take(tier::host);
+    std::memset(page, 0x21, bytes_);
+    enqueue(x, page, bytes_, cudaMemcpyHostToDevice, resource_.beside());
+    give(tier::host, page);
+    std::vector<std::byte*> others;  // all that there is
+    for (auto* p = take(tier::host); p != nullptr; p = take(tier::host)) std::memset(others.emplace_back(p), 0x22, bytes_);
+    EXPECT_GT(others.size(), 3U);
+    resource_.copy(seen, tier::host, x, tier::device, bytes_);
+    resource_.synchronize();
+    EXPECT_EQ(view(seen), pattern(bytes_, 0x21));
+    give(tier::device, x);
+    give(tier::host, seen);
+    for (auto* p : others) give(tier::host, p);
+}
+
 // Pages are freed while copies on both streams still use them, and what takes their place is written by the host at once.
 TEST_P(Resources, WhatIsFreedInFlightIsNotOverwritten) {
     constexpr int pages = 40;

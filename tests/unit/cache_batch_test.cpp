@@ -159,6 +159,35 @@ TEST(CacheBatch, WorkersWithoutAHeadTakeNoMemory) {
     EXPECT_TRUE(std::equal(decoded.begin(), decoded.begin() + static_cast<std::ptrdiff_t>(decoded.size() / 2), decoded.begin() + static_cast<std::ptrdiff_t>(decoded.size() / 2)));
 }
 
+// On every backend: a hint, right or wrong, is taken and changes no output.
+TEST(CacheBatch, HintsChangeNoOutput) {
+    const world w({layer(2, 2), layer(1, 2, 20), layer(1, 1)});
+    std::vector<std::vector<result>> got;
+    for (const int hints : {0, 1, 2}) {
+        float_cache c(w.model, small_options(), small_codec());
+        const auto s = c.open({quota(c, 620'000), 4000});
+        append_all(c, w, s, fresh(1, 700));
+        c.end_prefill(s);
+        ASSERT_GT(c.sealed(s), 0);
+        auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
+        got.emplace_back();
+        for (uid token = 9000; token < 9006; ++token) {
+            c.begin_step(p);
+            result r;
+            for (std::int32_t l = 0; l < w.layers(); ++l) {
+                const auto q = w.queries(l, {hints == 1 ? token : token + 100});
+                if (hints > 0) c.prefetch(p, l, rows(q.data(), 1, w.at(l).query_heads(), w.at(l).key_size));
+                append(c, w, s, l, {token});
+                attend_layer(c, w, s, l, {token}, resolution::adaptive, r);
+            }
+            got.back().push_back(std::move(r));
+        }
+        EXPECT_THROW(c.prefetch(p, 0, rows<float>(nullptr, 1, 4, 64)), sekv::invalid_argument);
+    }
+    EXPECT_EQ(got[1], got[0]);
+    EXPECT_EQ(got[2], got[0]);
+}
+
 TEST(CacheBatch, AppendOnlyEngines) {
     const world w({layer(2, 2)});
     float_cache c(w.model, small_options(), small_codec());

@@ -245,7 +245,9 @@ void run_fuzz(std::uint64_t seed, std::int64_t operations, bool exact_tier, sekv
     fuzz f(seed, exact_tier, policy);
     f.run(operations);
     std::printf("sealed rows compared %lld, budget errors %lld, window refusals %lld, attends %lld\n", static_cast<long long>(f.sealed_rows), static_cast<long long>(f.budget_errors), static_cast<long long>(f.window_refusals), static_cast<long long>(f.attends));
-    EXPECT_GT(f.budget_errors, 0);
+    if (!short_run()) {  // some hundred operations may all fit
+        EXPECT_GT(f.budget_errors, 0);
+    }
     if (!exact_tier) {
         EXPECT_GT(f.sealed_rows, 0);
     }

@@ -14,6 +14,7 @@ namespace sekv {
 
 namespace cuda {
 class output;
+struct decode_step;
 }
 
 /// What does not depend on the stored type's C++ name; compiled in src/cuda/engine*.cpp.
@@ -47,6 +48,7 @@ public:
     void begin_step(step_tables& t, std::byte* workspace, const std::vector<item>& items);
     void replayed(step_tables& t, const std::vector<item>& items);
     void attend(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse);
+    void prefetch(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries);
     void read(const record& r, std::int32_t layer, token_range range, const out_view& keys, const out_view& values) const;
     /// Sends what kernels read of a sequence, if it changed.
     void settle(record& r) const;
@@ -64,6 +66,7 @@ private:
     void ready_metric(const step_tables& t, std::int32_t layer, std::span<const item> items);
     void take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries);
     static void cut_windows(step_tables& t);
+    [[nodiscard]] cuda::decode_step decode_step_of(const step_tables& t, std::size_t window, std::byte* workspace, std::int32_t layer, const rows_view& queries) const;
     void attend_adaptive(const step_tables& t, std::byte* workspace, std::int32_t layer, const rows_view& queries, const cuda::output& to) const;
     void attend_full(const step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries, const cuda::output& to) const;
     class full_pass;
@@ -101,6 +104,7 @@ public:
     void attend(plan& p, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse, zoom_metrics&) {
         core_->attend(tables(p), p.workspace_.data(), layer, items, queries, out, lse);
     }
+    void prefetch(plan& p, std::int32_t layer, const std::vector<item>& items, const rows_view& queries) { core_->prefetch(tables(p), p.workspace_.data(), layer, items, queries); }
     void read(const record& r, std::int32_t layer, token_range range, const out_view& keys, const out_view& values) const { core_->read(r, layer, range, keys, values); }
     [[nodiscard]] const zoom_metrics& collect(zoom_metrics& zooms) const {
         core_->collect(zooms);

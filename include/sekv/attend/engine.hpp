@@ -51,6 +51,8 @@ public:
     void begin_step(plan&, const std::vector<item>&) {}
     void replayed(plan&, const std::vector<item>&) { throw unsupported("Nothing is captured on the host backend: its calls run at once. Call append and attend in every step."); }
     void attend(plan& p, std::int32_t layer, const std::vector<item>& items, const rows_view& queries, const out_view& out, float* lse, zoom_metrics& zooms);
+    /// Nothing crosses to the host.
+    void prefetch(plan&, std::int32_t, const std::vector<item>&, const rows_view&) noexcept {}
     void read(const record& r, std::int32_t layer, token_range range, const out_view& keys, const out_view& values) const { residency_->read(r, layer, range, keys, values); }
     [[nodiscard]] const zoom_metrics& collect(zoom_metrics& zooms) const noexcept { return zooms; }
 

@@ -14,8 +14,9 @@ struct zoom_metrics {
     std::uint64_t capped = 0;      ///< lists that the cap shortened
     std::uint64_t hits = 0;        ///< tokens whose line was in the line cache
     std::uint64_t misses = 0;      ///< tokens whose line crossed from the host tier
-    std::uint64_t bytes = 0;       ///< that crossed
+    std::uint64_t bytes = 0;       ///< that crossed, prefetched lines' too
     std::uint64_t most_tokens = 0; ///< the longest list
+    std::uint64_t prefetched = 0;  ///< lines that crossed ahead of their query, and count among its hits if it asks for them
     latency_histogram latency;     ///< of resolving and fetching one list
 
     zoom_metrics& operator+=(const zoom_metrics& o) noexcept {
@@ -26,6 +27,7 @@ struct zoom_metrics {
         misses += o.misses;
         bytes += o.bytes;
         if (o.most_tokens > most_tokens) most_tokens = o.most_tokens;
+        prefetched += o.prefetched;
         latency += o.latency;
         return *this;
     }
