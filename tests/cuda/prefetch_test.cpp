@@ -201,6 +201,39 @@ TEST(CudaBackendPrefetchCalls, FetchNothingWhereThereIsNothingToFetch) {
     EXPECT_EQ(fakecuda::calls(fakecuda::call::launch), before) << "no line cache";
 }
 
+// A hint's own token isn't there yet; what a rejected draft left in its row would outweigh everything else.
+TEST(CudaBackendPrefetchCalls, SeeNothingOfRejectedDrafts) {
+    const auto w = backend_world();
+    float_cache c(w.model, small_options(), roomy_codec());
+    const auto s = sealed_sequence(c, w);
+    const auto tokens = fresh(9000, 2);
+    for (std::int32_t l = 0; l < w.layers(); ++l) {
+        const auto& shape = w.at(l);
+        std::vector<float> k;
+        const auto q = w.queries(l, tokens), v = w.values(l, tokens);
+        for (std::size_t t = 0; t < tokens.size(); ++t) {
+            for (std::int32_t h = 0; h < shape.kv_heads; ++h) {
+                const auto* first = q.data() + (static_cast<std::int32_t>(t) * shape.kv_heads + h) * shape.group * shape.key_size;
+                for (std::int32_t j = 0; j < shape.key_size; ++j) k.push_back(8 * (first[j] + (shape.group > 1 ? first[shape.key_size + j] : 0)));
+            }
+        }
+        c.append(s, l, sekv::rows(k.data(), 2, shape.kv_heads, shape.key_size), sekv::rows(v.data(), 2, shape.kv_heads, shape.value_size));
+    }
+    c.truncate(s, c.length(s) - 2);
+    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 2, -1}}, resolution::adaptive);
+    device_step memory(w, 2);
+    memory.put(tokens, c.where().stream());
+    c.begin_step(p);
+    memory.prefetch(c, p, 0);
+    memory.prefetch(c, p, 2);
+    memory.layers(c, p);
+    c.begin_step(p);
+    c.where().synchronize();
+    const auto& z = c.zooms();
+    EXPECT_GT(z.tokens, 100U);
+    EXPECT_LE(z.misses, z.tokens / 10);
+}
+
 // Hints of no meaning: not finite, or so large that nothing but they would be seen.
 TEST(CudaBackendPrefetchCalls, HintsMayBeAnything) {
     const auto w = backend_world();
