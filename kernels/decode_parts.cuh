@@ -36,7 +36,7 @@ struct row_view {
 [[nodiscard]] __device__ __forceinline__ row_view view_of(const decode_step& step, std::int32_t row) {
     const batch_row r = step.rows[row];
     const batch_entry& item = step.items[r.item];
-    return {item.sequence, item.position + (step.ahead ? -1 : r.index)};
+    return {item.sequence, item.position + (step.ahead ? -item.first - 1 : r.index)};
 }
 
 /// Splits of a sequence's exact rows that a query row's thread blocks fill: at least one, for the sinks. Independent of the plan's bounds.

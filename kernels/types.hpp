@@ -112,7 +112,9 @@ struct batch_entry {
     const sequence_view* sequence = nullptr;  ///< null: padding rows
     std::int64_t position = 0;                ///< of the first query token; rows up to and including a query's own position are seen
     std::int32_t tokens = 0;
-    std::int32_t row = 0;  ///< of the first query token in the batch
+    std::int32_t row = 0;    ///< of the first query token in the batch
+    std::int32_t first = 0;  ///< of a longer item's tokens, the first that is among these
+    std::int32_t unused = 0;
 };
 
 /// The item that a query row belongs to, and which of its tokens it is.

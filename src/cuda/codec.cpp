@@ -42,7 +42,7 @@ cuda_progressive_codec::cuda_progressive_codec(const model_shape& model, const o
     const auto shape = shape_of(*places_);
     seal_workspace_ = pool.budget().allocate(tier::device, kind::workspace, cuda::seal_workspace_bytes(shape));
     const cuda::device_guard guard(where_.context().device());
-    sealer_ = std::make_unique<cuda::sealer>(shape, seal_workspace_.data(), where_.context().stream());
+    sealer_ = std::make_unique<cuda::sealer>(shape, seal_workspace_.data(), where_.context().joined());
 }
 
 cuda_progressive_codec::~cuda_progressive_codec() = default;
@@ -79,7 +79,7 @@ void cuda_progressive_codec::truncate(sequence& s, std::int64_t length) noexcept
 void cuda_progressive_codec::forget_lines(sequence& s) {
     constexpr auto none = std::numeric_limits<std::int64_t>::max();
     if (s.stale_lines == none) return;
-    if (options_.line_slots > 0 && layout_.heads() > 0) cuda::invalidate_lines(s.cache.data(), {layout_.heads(), options_.line_slots, widest_line_}, s.stale_lines, where_.context().stream());
+    if (options_.line_slots > 0 && layout_.heads() > 0) cuda::invalidate_lines(s.cache.data(), {layout_.heads(), options_.line_slots, widest_line_}, s.stale_lines, where_.context().joined());
     s.stale_lines = none;
 }
 
@@ -136,7 +136,7 @@ struct cuda_progressive_codec::moment_list {
         std::stable_sort(entries.begin(), entries.end(), [](const entry& a, const entry& b) { return std::less<>()(a.step.moments, b.step.moments); });
         const auto steps = coder.pool_->budget().allocate(tier::host, kind::workspace, entries.size() * sizeof(cuda::moment_step));
         for (std::size_t i = 0; i < entries.size(); ++i) std::memcpy(steps.data() + i * sizeof(cuda::moment_step), &entries[i].step, sizeof(cuda::moment_step));
-        cuda::add_queries({steps.as<cuda::moment_step>(), entries.size()}, decay, coder.flags_.as<cuda::deferred_flags>(), coder.where_.context().stream());
+        cuda::add_queries({steps.as<cuda::moment_step>(), entries.size()}, decay, coder.flags_.as<cuda::deferred_flags>(), coder.where_.context().joined());
         for (const auto& e : entries) coder.count_queries(*e.to, e.owner, e.step.group, e.step.tokens);
     }
 };
@@ -203,7 +203,7 @@ void cuda_progressive_codec::check_flags() {
 }
 
 // By a kernel, in order with the others: a copy between two host ranges would stop the device.
-void cuda_progressive_codec::copy_moments(const page& from, page& to) { cuda::copy_floats(to.as<float>(), from.as<float>(), static_cast<std::int64_t>(layout_.moment_bytes() / sizeof(float)), where_.context().stream()); }
+void cuda_progressive_codec::copy_moments(const page& from, page& to) { cuda::copy_floats(to.as<float>(), from.as<float>(), static_cast<std::int64_t>(layout_.moment_bytes() / sizeof(float)), where_.context().joined()); }
 
 std::vector<double> cuda_progressive_codec::metric(const progressive_sequence& s, std::int32_t layer, std::int64_t length) const {
     std::vector<double> all;

@@ -109,7 +109,7 @@ demand cuda_progressive_codec::seal_bytes(const sequence& s, const std::vector<u
 }
 
 void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const std::vector<std::shared_ptr<epoch>>& epochs, const std::vector<token_range>& ranges, std::vector<unit>& units, const seal_request& request) {
-    sealer_->use(where_.context().stream());
+    sealer_->use(where_.context().joined());
     auto& mem = pool_->budget();
     for (std::size_t i = 0; i < epochs.size(); ++i) {
         auto& e = *epochs[i];
@@ -131,7 +131,7 @@ void cuda_progressive_codec::fit_and_encode(const progressive_sequence& s, const
 }
 
 void cuda_progressive_codec::encode_units(std::vector<unit>& units, const seal_request& request) {
-    sealer_->use(where_.context().stream());
+    sealer_->use(where_.context().joined());
     auto& mem = pool_->budget();
     std::vector<const unit*> all;
     for (const auto& u : units) all.push_back(&u);
@@ -150,7 +150,7 @@ void cuda_progressive_codec::encode_units(std::vector<unit>& units, const seal_r
 
 // The rows are rebuilt as exact pages in pinned memory, one layer at a time, and fitted like rows that were never sealed.
 void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e, const std::vector<unit>& units, token_range range, std::int64_t length) {
-    sealer_->use(where_.context().stream());
+    sealer_->use(where_.context().joined());
     auto& mem = pool_->budget();
     const auto decoded = units_in(units, range);
     const auto image = kernel_view(mem, decoded);
@@ -160,7 +160,7 @@ void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e
         if (!owns(l)) continue;
         auto layer = places_->layers[static_cast<std::size_t>(l)];
         const auto heads = cuda::strip_heads(layer);
-        cuda::reconstruct_blocks({layer, image.as<cuda::sequence_view>(), 0, static_cast<std::int32_t>(decoded.size()), strip.data(), page, heads}, where_.context().stream());
+        cuda::reconstruct_blocks({layer, image.as<cuda::sequence_view>(), 0, static_cast<std::int32_t>(decoded.size()), strip.data(), page, heads}, where_.context().joined());
         layer.exact_page = heads;
         std::vector<cuda::exact_block> blocks;
         for (std::size_t i = 0; i < decoded.size(); ++i) blocks.push_back({strip.data() + i * page, decoded[i].begin, decoded[i].count, 0});
@@ -170,7 +170,7 @@ void cuda_progressive_codec::fit_decoded(const progressive_sequence& s, epoch& e
 }
 
 void cuda_progressive_codec::sketch_anew(const progressive_sequence& s, const std::vector<unit>& units, const std::vector<sketch_run>& runs, std::byte* planes, std::int64_t length) {
-    sealer_->use(where_.context().stream());
+    sealer_->use(where_.context().joined());
     auto& mem = pool_->budget();
     const auto image = kernel_view(mem, units);
     std::vector<std::uint8_t*> targets;

@@ -35,11 +35,7 @@ context::~context() {
     }
 }
 
-bool context::capturing() const {
-    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    check(cudaStreamIsCapturing(resource_->stream(), &status), "cudaStreamIsCapturing");
-    return status != cudaStreamCaptureStatusNone;
-}
+bool context::capturing() const { return cuda::capturing(resource_->stream()); }
 
 bool on_device(const void* p) {
     cudaPointerAttributes a{};

@@ -18,7 +18,7 @@ public:
 
     [[nodiscard]] int device() const noexcept { return device_; }
     /// Where the cache enqueues its own work: behind what prefetches hold.
-    [[nodiscard]] cudaStream_t stream() const { return resource_->joined(); }
+    [[nodiscard]] cudaStream_t joined() const { return resource_->joined(); }
     [[nodiscard]] cuda_resource& memory() const noexcept { return *resource_; }
     [[nodiscard]] const std::shared_ptr<cuda_resource>& shared_memory() const noexcept { return resource_; }
     /// Whether the stream is being captured: then nothing may be allocated, copied from the host or waited for.

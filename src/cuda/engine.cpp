@@ -179,7 +179,7 @@ void cuda_engine::send(step_tables& t, std::byte* workspace, std::span<const ite
     every_entry(t.items, items, [&](const cuda::batch_entry& e) { return entries.push_back(e), true; });
     for (const auto& p : t.pieces) {
         auto e = entries[p.item];
-        e.position += p.first, e.tokens = p.tokens, e.row = p.row;
+        e.position += p.first, e.tokens = p.tokens, e.row = p.row, e.first = p.first;
         entries.push_back(e);
     }
     const auto bytes = t.rows_sent ? entries.size() * sizeof(cuda::batch_entry) : t.work_at;
@@ -221,6 +221,7 @@ void cuda_engine::begin_step(step_tables& t, std::byte* workspace, const std::ve
 }
 
 void cuda_engine::replayed(step_tables& t, const std::vector<item>& items) {
+    (void)state_->context.joined();  // the graph knows nothing of hints outside it
     for (const auto& i : items) {
         for (std::size_t l = 0; l < t.attended.size(); ++l) {
             if (t.attended[l] != 0) i.record->own.ring_end[l] = i.position + i.tokens;

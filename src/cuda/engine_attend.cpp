@@ -50,7 +50,7 @@ void cuda_engine::take_queries(step_tables& t, std::byte* workspace, std::int32_
     if (!many)
         cuda::ring_queries({state_->layout(layer), static_cast<std::int32_t>(queries.tokens), cuda::ring_tokens, reinterpret_cast<const cuda::batch_entry*>(workspace),
                             reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(queries), state_->flags()},
-                           state_->stream());
+                           state_->joined());
     for (const auto& i : items) {
         auto &begin = i.record->own.ring_begin[l], &end = i.record->own.ring_end[l];
         const auto after = i.position + i.tokens;
@@ -108,8 +108,21 @@ void cuda_engine::attend_adaptive(const step_tables& t, std::byte* workspace, st
         step.out.data += row * to.rows.token_stride;
         step.lse = to.lse != nullptr ? to.lse + static_cast<std::int64_t>(row) * queries.heads : nullptr;
         step.flags = state_->flags();
-        cuda::attend_decode(step, state_->stream());
+        cuda::attend_decode(step, state_->joined());
     }
+}
+
+// Where the step began, as the device knows it already: a layer that shares K and V may have its tokens when it is hinted at.
+std::vector<cuda_engine::item> cuda_engine::as_sent(const step_tables& t, std::vector<item> items) {
+    if (!t.rows_sent) return items;
+    auto next = items.begin();
+    for (std::size_t i = 0; i < t.items.size() && next != items.end(); ++i) {
+        const auto& sent = t.sent[i];
+        if (sent.row != next->row) continue;
+        if (sent.sequence == next->record->own.tables.as<cuda::sequence_view>()) next->position = std::min(next->position, sent.position);
+        ++next;
+    }
+    return items;
 }
 
 void cuda_engine::prefetch(step_tables& t, std::byte* workspace, std::int32_t layer, const std::vector<item>& items, const rows_view& queries) {
@@ -117,7 +130,7 @@ void cuda_engine::prefetch(step_tables& t, std::byte* workspace, std::int32_t la
     const cuda::device_guard guard(state_->context.device());
     if (state_->context.capturing() && !cuda::on_device(queries.data)) throw invalid_argument("A captured prefetch takes queries in device memory; these are in the host's.");
     const auto q = stage_queries(queries);
-    send(t, workspace, items);
+    send(t, workspace, as_sent(t, items));
     const auto beside = state_->context.memory().beside();
     for (std::size_t i = 0; i < t.windows.size(); ++i) {
         auto step = decode_step_of(t, i, workspace, layer, q.view);
@@ -132,7 +145,7 @@ class cuda_engine::full_pass {
 public:
     full_pass(const state& s, const step_tables& t, std::byte* workspace, std::int32_t layer, const item& i, const rows_view& queries, const cuda::prefill_state& into)
         : state_(s), item_(i), layout_(s.layout(layer)), class_(s.class_of(layer)), blocks_(i.record->of(class_).blocks()), most_(t.strip_blocks),
-          strips_(s.context.memory().copies(), workspace + t.strips_at, t.strip_bytes, 2, s.stream()),
+          strips_(s.context.memory().copies(), workspace + t.strips_at, t.strip_bytes, 2, s.joined()),
           heads_(cuda::strip_heads(layout_)), page_(cuda::strip_page_bytes(layout_)), lists_(s.pinned((i.record->sealed.size() + blocks_.size()) * sizeof(cuda::exact_block))) {
         step_ = {layout_, heads_, nullptr, 0, i.position, static_cast<std::int32_t>(i.tokens), static_cast<std::int32_t>(i.row), cuda::tensor(queries), into, s.flags()};
     }
@@ -141,9 +154,9 @@ public:
         const auto last = item_.position + item_.tokens - 1;
         cuda::owned_event copied;  // a pass that failed may have left copies into the strips under way
         copied.record(state_.context.memory().copies().copy_stream());
-        copied.order(state_.stream());
+        copied.order(state_.joined());
         if (class_ == layer_class::whole) sealed_blocks(last);
-        state_.context.memory().copies().follow(state_.stream());
+        state_.context.memory().copies().follow(state_.joined());
         // Groups by index, whatever tier their pages are in: where a call ends shows in the last bits.
         for (std::size_t first = 0; first < blocks_.size() && blocks_[first].begin <= last; first += most_) {
             std::size_t n = 0;
@@ -161,7 +174,7 @@ private:
         for (std::size_t first = 0; first < seen; first += most_) {
             const auto n = std::min(most_, seen - first);
             const auto slot = next_slot();
-            const auto stream = state_.stream();
+            const auto stream = state_.joined();
             auto* to = strips_.acquire(slot, &stream);
             cuda::reconstruct_blocks({layout_, item_.record->own.tables.as<cuda::sequence_view>(), static_cast<std::int32_t>(first), static_cast<std::int32_t>(n), to, page_, heads_}, stream);
             attend_strip(slot, to, n, [&](std::size_t i) { return std::pair{units[first + i].begin, units[first + i].count}; });
@@ -170,7 +183,7 @@ private:
 
     void through_strip(std::size_t first, std::size_t n) {
         const auto slot = next_slot();
-        const auto stream = state_.stream();
+        const auto stream = state_.joined();
         auto* to = strips_.acquire(slot, &stream);
         std::vector<cuda::page_range> pages;
         for (std::size_t i = 0; i < n; ++i) {
@@ -192,9 +205,9 @@ private:
             list[i] = {strip + i * page_, begin, count, 0};
         }
         listed_ += n;
-        strips_.ready(slot, state_.stream());
+        strips_.ready(slot, state_.joined());
         attend(heads_, list, n);
-        strips_.release(slot, state_.stream());
+        strips_.release(slot, state_.joined());
     }
 
     void in_place(std::size_t first, std::size_t n) {
@@ -207,7 +220,7 @@ private:
         step_.page = page;
         step_.blocks = blocks;
         step_.block_count = static_cast<std::int32_t>(n);
-        cuda::prefill_attend(step_, state_.stream());
+        cuda::prefill_attend(step_, state_.joined());
     }
 
     [[nodiscard]] std::size_t next_slot() noexcept { return slot_++ % 2; }
@@ -233,9 +246,9 @@ void cuda_engine::attend_full(const step_tables& t, std::byte* workspace, std::i
     auto* work = reinterpret_cast<float*>(workspace + t.work_at);
     const auto row_state = (rows * heads + 63) / 64 * 64;  // so that the sums are aligned too
     const cuda::prefill_state into{work, work + row_state, work + 2 * row_state};
-    cuda::prefill_begin(into, rows, heads, l.value_size, state_->stream());
+    cuda::prefill_begin(into, rows, heads, l.value_size, state_->joined());
     for (const auto& i : items) full_pass(*state_, t, workspace, layer, i, queries, into).run();
-    cuda::prefill_end(into, rows, heads, l.value_size, to.rows, to.lse, state_->stream());
+    cuda::prefill_end(into, rows, heads, l.value_size, to.rows, to.lse, state_->joined());
 }
 
 }  // namespace sekv

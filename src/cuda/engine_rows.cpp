@@ -76,7 +76,7 @@ void cuda_engine::write(std::span<const item> items, std::int32_t layer, const s
     std::memcpy(tables.data() + head, rows.data(), rows.size() * sizeof(cuda::batch_row));
     cuda::append_rows({state_->layout(layer), state_->shape(layer).windowed() ? 1 : 0, static_cast<std::int32_t>(rows.size()), tables.as<cuda::batch_entry>(), tables.as<cuda::batch_row>(head), cuda::tensor(keys.view),
                        cuda::tensor(values.view), state_->flags()},
-                      state_->stream());
+                      state_->joined());
 }
 
 void cuda_engine::write(step_tables& t, std::byte* workspace, std::span<const item> items, std::int32_t layer, const staged& keys, const staged& values) {
@@ -84,7 +84,7 @@ void cuda_engine::write(step_tables& t, std::byte* workspace, std::span<const it
     send(t, workspace, items);
     cuda::append_rows({state_->layout(layer), state_->shape(layer).windowed() ? 1 : 0, static_cast<std::int32_t>(keys.view.tokens), reinterpret_cast<const cuda::batch_entry*>(workspace),
                        reinterpret_cast<const cuda::batch_row*>(workspace + t.rows_at), cuda::tensor(keys.view), cuda::tensor(values.view), state_->flags()},
-                      state_->stream());
+                      state_->joined());
 }
 
 void cuda_engine::observe(const item& i, std::int32_t layer, const rows_view& queries) {
@@ -109,7 +109,7 @@ void cuda_engine::read(const record& r, std::int32_t layer, token_range range, c
         std::int64_t begin = 0, end = 0;
         if (!l.windowed() && at < r.sealed_end()) {
             const auto u = std::upper_bound(r.sealed.begin(), r.sealed.end(), at, [](std::int64_t p, const auto& x) { return p < x.end(); });
-            cuda::reconstruct_blocks({places, r.own.tables.as<cuda::sequence_view>(), static_cast<std::int32_t>(u - r.sealed.begin()), 1, page.data(), page.size(), heads}, state_->stream());
+            cuda::reconstruct_blocks({places, r.own.tables.as<cuda::sequence_view>(), static_cast<std::int32_t>(u - r.sealed.begin()), 1, page.data(), page.size(), heads}, state_->joined());
             begin = u->begin, end = u->end();
         } else {
             const auto& b = blocks.blocks()[blocks.find(at)];
@@ -121,7 +121,7 @@ void cuda_engine::read(const record& r, std::int32_t layer, token_range range, c
         const auto row = at - range.begin;
         step.keys.data += row * step.keys.token_stride;
         step.values.data += row * step.values.token_stride;
-        cuda::read_rows(step, state_->stream());
+        cuda::read_rows(step, state_->joined());
         at += step.count;
     }
     if (!k.on_host() && !v.on_host()) return;

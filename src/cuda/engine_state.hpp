@@ -52,7 +52,7 @@ struct cuda_engine::state {
     [[nodiscard]] const layer_shape& shape(std::int32_t layer) const noexcept { return model.layers[static_cast<std::size_t>(layer)]; }
     [[nodiscard]] const cuda::layer_layout& layout(std::int32_t layer) const noexcept { return places.layers[static_cast<std::size_t>(layer)]; }
     [[nodiscard]] layer_class class_of(std::int32_t layer) const noexcept { return shape(layer).windowed() ? layer_class::windowed : layer_class::whole; }
-    [[nodiscard]] cudaStream_t stream() const { return context.stream(); }
+    [[nodiscard]] cudaStream_t joined() const { return context.joined(); }
     [[nodiscard]] cuda::deferred_flags* flags() const noexcept { return reinterpret_cast<cuda::deferred_flags*>(coder.flags()); }
     [[nodiscard]] buffer pinned(std::size_t bytes) const { return budget.allocate(tier::host, kind::workspace, std::max<std::size_t>(bytes, 1)); }
     /// Enqueues a copy of the counters to where the host reads them.

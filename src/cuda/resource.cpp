@@ -19,8 +19,15 @@ void cuda_resource::use(cudaStream_t s) {
     current_ = place;
 }
 
+// A capture can wait for nothing that began before it.
+void cuda_resource::refuse_old_work() const {
+    if (capturing(stream()) && !capturing(beside_.get()))
+        throw state_error("The stream is being captured, and a prefetch from before the capture is under way; call begin_step before the capture begins, and prefetch inside it.");
+}
+
 cudaStream_t cuda_resource::beside() {
     const device_guard guard(device_);
+    if (apart_) refuse_old_work();
     edge_.record(stream());
     edge_.order(beside_.get());
     apart_ = true;
@@ -30,6 +37,7 @@ cudaStream_t cuda_resource::beside() {
 cudaStream_t cuda_resource::joined() {
     if (apart_) {
         const device_guard guard(device_);
+        refuse_old_work();
         edge_.record(beside_.get());
         edge_.order(stream());
         apart_ = false;

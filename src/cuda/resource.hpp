@@ -32,7 +32,7 @@ public:
     [[nodiscard]] cudaStream_t stream() const noexcept { return streams_[current_]; }
     /// A stream for work that stream() doesn't wait for: behind what stream() holds now, and before what is enqueued on joined() next.
     [[nodiscard]] cudaStream_t beside();
-    /// stream(), behind all that `beside` was given.
+    /// stream(), behind all that `beside` was given. Both throw state_error in a capture when work beside began before it.
     [[nodiscard]] cudaStream_t joined();
 
     void* allocate(tier t, std::size_t bytes, std::size_t alignment) override;
@@ -50,12 +50,14 @@ public:
     [[nodiscard]] transfer& copies() noexcept { return copies_; }
 
 private:
+    void refuse_old_work() const;
+
     int device_;
     device_pool pool_;
     pinned_arena arena_;
     transfer copies_;
     owned_event edge_;
-    owned_stream beside_;
+    owned_stream beside_{owned_stream::priority::least};  // who waits for stream() goes first
     bool apart_ = false;                 ///< beside_ holds work that stream() isn't behind
     std::vector<cudaStream_t> streams_;  ///< the copy stream first, then the one beside
     std::size_t current_ = 2;

@@ -55,7 +55,17 @@ device_guard::~device_guard() {
     if (now_ != before_ && cudaSetDevice(before_) != cudaSuccess) (void)cudaGetLastError();
 }
 
-owned_stream::owned_stream() { check(cudaStreamCreateWithFlags(&handle_, cudaStreamNonBlocking), "cudaStreamCreateWithFlags"); }
+bool capturing(cudaStream_t s) {
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(s, &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+}
+
+owned_stream::owned_stream(priority p) {
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
+    check(cudaStreamCreateWithPriority(&handle_, cudaStreamNonBlocking, p == priority::least ? least : 0), "cudaStreamCreateWithPriority");
+}
 
 owned_stream::~owned_stream() {
     if (handle_ != nullptr && cudaStreamDestroy(handle_) != cudaSuccess) (void)cudaGetLastError();

@@ -32,10 +32,14 @@ private:
 /// The calling thread's current device.
 [[nodiscard]] int current_device();
 
+/// Whether what is enqueued on s becomes part of a graph.
+[[nodiscard]] bool capturing(cudaStream_t s);
+
 /// A non-blocking stream of the current device. Its destruction doesn't wait: CUDA ends the stream once its work is done.
 class owned_stream {
 public:
-    owned_stream();
+    enum class priority : bool { normal, least };
+    explicit owned_stream(priority p = priority::normal);
     ~owned_stream();
     owned_stream(owned_stream&& o) noexcept : handle_(std::exchange(o.handle_, nullptr)) {}
     owned_stream& operator=(owned_stream&& o) noexcept {

@@ -19,11 +19,11 @@ sekv::progressive_options roomy_codec() {
     return o;
 }
 
-sekv::sequence sealed_sequence(float_cache& c, const world& w, uid first = 1, std::int64_t tokens = 650) {
+sekv::sequence sealed_sequence(float_cache& c, const world& w, uid first = 1, std::int64_t tokens = 650, std::uint64_t bytes = 700'000) {
     const auto empty = c.open({sekv::memory::unlimited - 1, 4000});
     const auto lines = c.used(empty).at(sekv::tier::device, sekv::kind::line_cache);
     c.close(empty);
-    const auto s = c.open({quota(c, 700'000) + lines, 4000});
+    const auto s = c.open({quota(c, bytes) + lines, 4000});
     prefill(c, w, s, fresh(first, tokens));
     EXPECT_GT(c.sealed(s), 100);
     return s;
@@ -206,7 +206,8 @@ TEST(CudaBackendPrefetchCalls, SeeNothingOfRejectedDrafts) {
     const auto w = backend_world();
     float_cache c(w.model, small_options(), roomy_codec());
     const auto s = sealed_sequence(c, w);
-    const auto tokens = fresh(9000, 2);
+    constexpr std::int32_t drafts = 40;  // more rows than kernels take at once, so that the item comes in two pieces
+    const auto tokens = fresh(9000, drafts);
     for (std::int32_t l = 0; l < w.layers(); ++l) {
         const auto& shape = w.at(l);
         std::vector<float> k;
@@ -217,11 +218,11 @@ TEST(CudaBackendPrefetchCalls, SeeNothingOfRejectedDrafts) {
                 for (std::int32_t j = 0; j < shape.key_size; ++j) k.push_back(8 * (first[j] + (shape.group > 1 ? first[shape.key_size + j] : 0)));
             }
         }
-        c.append(s, l, sekv::rows(k.data(), 2, shape.kv_heads, shape.key_size), sekv::rows(v.data(), 2, shape.kv_heads, shape.value_size));
+        c.append(s, l, sekv::rows(k.data(), drafts, shape.kv_heads, shape.key_size), sekv::rows(v.data(), drafts, shape.kv_heads, shape.value_size));
     }
-    c.truncate(s, c.length(s) - 2);
-    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 2, -1}}, resolution::adaptive);
-    device_step memory(w, 2);
+    c.truncate(s, c.length(s) - drafts);
+    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, drafts, -1}}, resolution::adaptive);
+    device_step memory(w, drafts);
     memory.put(tokens, c.where().stream());
     c.begin_step(p);
     memory.prefetch(c, p, 0);
@@ -232,6 +233,83 @@ TEST(CudaBackendPrefetchCalls, SeeNothingOfRejectedDrafts) {
     const auto& z = c.zooms();
     EXPECT_GT(z.tokens, 100U);
     EXPECT_LE(z.misses, z.tokens / 10);
+}
+
+// Outside the graph, for the step that the graph then takes.
+TEST_P(CudaBackendPrefetch, AGraphWaitsForHintsBeforeIt) {
+    float_cache graphs(w_.model, small_options(), roomy_codec()), plain(w_.model, small_options(), roomy_codec());
+    const auto s = sealed_sequence(graphs, w_), t = sealed_sequence(plain, w_);
+    auto p = graphs.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive), q = plain.make_plan(std::vector<sekv::batch_item>{{t, 1, -1}}, resolution::adaptive);
+    const auto stream = graphs.where().stream();
+    cudaGraph_t graph = nullptr;
+    cudaGraphExec_t exec = nullptr;
+    for (uid i = 0; i < 4; ++i) {
+        memory_.put(fresh(9000 + 10 * i, 1), stream);
+        hints_.put(fresh(777'000 + 10 * i, 1), stream);
+        plain_memory_.put(fresh(9000 + 10 * i, 1), plain.where().stream());
+        graphs.begin_step(p);
+        if (exec == nullptr) {
+            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+            memory_.layers(graphs, p);
+            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+        } else {
+            hints_.prefetch(graphs, p, 0);
+            hints_.prefetch(graphs, p, 2);
+            graphs.replayed(p);
+        }
+        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        plain.begin_step(q);
+        plain_memory_.layers(plain, q);
+        ASSERT_EQ(memory_.get(stream), plain_memory_.get(plain.where().stream())) << "step " << i;
+    }
+    (void)cudaGraphExecDestroy(exec);
+    (void)cudaGraphDestroy(graph);
+}
+
+TEST(CudaBackendPrefetchCalls, ACaptureRefusesWhatBeganBeforeIt) {
+    const auto w = backend_world();
+    float_cache c(w.model, small_options(), roomy_codec());
+    const auto s = sealed_sequence(c, w);
+    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
+    device_step memory(w, 1);
+    const auto stream = c.where().stream();
+    memory.put({9000}, stream);
+    c.begin_step(p);
+    memory.prefetch(c, p, 0);
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    EXPECT_THROW(memory.prefetch(c, p, 2), sekv::state_error);
+    EXPECT_THROW(memory.append(c, p, 0), sekv::state_error);
+    cudaGraph_t graph = nullptr;
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess) << "refused before the runtime was asked";
+    (void)cudaGraphDestroy(graph);
+    c.begin_step(p);
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    step_with_hints(c, p, w, memory, memory);
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    (void)cudaGraphDestroy(graph);
+}
+
+// The last layer attends the K and V of the first: its tokens are there when it is hinted at, in a capture too.
+TEST(CudaBackendPrefetchCalls, TakeHintsOfLayersThatShareKeysAndValues) {
+    world w({layer(1, 2), layer(1, 2)});
+    w.model.layers[1].kv_source = 0;
+    w.query_gain = 2.0F;
+    float_cache c(w.model, small_options(), roomy_codec());
+    const auto s = sealed_sequence(c, w, 1, 650, 200'000);
+    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
+    device_step memory(w, 1);
+    memory.put({9000}, c.where().stream());
+    c.begin_step(p);
+    const auto copies = fakecuda::calls(fakecuda::call::copy);
+    memory.append(c, p, 0);
+    memory.attend(c, p, 0);
+    memory.prefetch(c, p, 1);
+    memory.attend(c, p, 1);
+    EXPECT_EQ(fakecuda::calls(fakecuda::call::copy), copies) << "nothing is sent again";
+    c.begin_step(p);
+    c.where().synchronize();
+    EXPECT_GT(c.zooms().prefetched, 0U);
 }
 
 // Hints of no meaning: not finite, or so large that nothing but they would be seen.

@@ -66,6 +66,7 @@ private:
     void ready_metric(const step_tables& t, std::int32_t layer, std::span<const item> items);
     void take_queries(step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries);
     static void cut_windows(step_tables& t);
+    [[nodiscard]] static std::vector<item> as_sent(const step_tables& t, std::vector<item> items);
     [[nodiscard]] cuda::decode_step decode_step_of(const step_tables& t, std::size_t window, std::byte* workspace, std::int32_t layer, const rows_view& queries) const;
     void attend_adaptive(const step_tables& t, std::byte* workspace, std::int32_t layer, const rows_view& queries, const cuda::output& to) const;
     void attend_full(const step_tables& t, std::byte* workspace, std::int32_t layer, std::span<const item> items, const rows_view& queries, const cuda::output& to) const;
