@@ -235,36 +235,35 @@ TEST(CudaBackendPrefetchCalls, SeeNothingOfRejectedDrafts) {
     EXPECT_LE(z.misses, z.tokens / 10);
 }
 
-// Outside the graph, for the step that the graph then takes.
-TEST_P(CudaBackendPrefetch, AGraphWaitsForHintsBeforeIt) {
-    float_cache graphs(w_.model, small_options(), roomy_codec()), plain(w_.model, small_options(), roomy_codec());
-    const auto s = sealed_sequence(graphs, w_), t = sealed_sequence(plain, w_);
-    auto p = graphs.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive), q = plain.make_plan(std::vector<sekv::batch_item>{{t, 1, -1}}, resolution::adaptive);
-    const auto stream = graphs.where().stream();
+TEST(CudaBackendPrefetchCalls, AGraphWaitsForHintsBeforeIt) {
+    const auto w = backend_world();
+    float_cache c(w.model, small_options(), roomy_codec());
+    const auto s = sealed_sequence(c, w);
+    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
+    device_step memory(w, 1);
+    const auto stream = c.where().stream();
+    memory.put({9000}, stream);
+    c.begin_step(p);
     cudaGraph_t graph = nullptr;
     cudaGraphExec_t exec = nullptr;
-    for (uid i = 0; i < 4; ++i) {
-        memory_.put(fresh(9000 + 10 * i, 1), stream);
-        hints_.put(fresh(777'000 + 10 * i, 1), stream);
-        plain_memory_.put(fresh(9000 + 10 * i, 1), plain.where().stream());
-        graphs.begin_step(p);
-        if (exec == nullptr) {
-            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            memory_.layers(graphs, p);
-            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-        } else {
-            hints_.prefetch(graphs, p, 0);
-            hints_.prefetch(graphs, p, 2);
-            graphs.replayed(p);
-        }
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
-        plain.begin_step(q);
-        plain_memory_.layers(plain, q);
-        ASSERT_EQ(memory_.get(stream), plain_memory_.get(plain.where().stream())) << "step " << i;
-    }
+    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+    memory.layers(c, p);
+    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
+    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
+    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    c.begin_step(p);
+    c.where().synchronize();
+    fakecuda::set_policy(fakecuda::policy::lazy);
+    memory.prefetch(c, p, 0);  // outside the graph
+    const auto hint = fakecuda::pending_operations();
+    EXPECT_GE(hint, 5U);
+    c.replayed(p);
+    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
+    EXPECT_EQ(fakecuda::pending_operations(), 0U);
     (void)cudaGraphExecDestroy(exec);
     (void)cudaGraphDestroy(graph);
+    fakecuda::reset();
 }
 
 TEST(CudaBackendPrefetchCalls, ACaptureRefusesWhatBeganBeforeIt) {
