@@ -3,7 +3,6 @@
 
 #include <cstdint>
 #include <cstdio>
-#include <memory>
 #include <mutex>
 #include <string>
 #include <vector>
@@ -19,14 +18,16 @@ class zoom_trace {
 public:
     /// Throws io_error when the file can't be made.
     zoom_trace(const std::string& path, const model_shape& model);
+    /// Says so on stderr where the file isn't whole.
+    ~zoom_trace();
+    zoom_trace(const zoom_trace&) = delete;
+    zoom_trace& operator=(const zoom_trace&) = delete;
     void add(const zoom_event& e);
 
 private:
-    struct closer {
-        void operator()(std::FILE* f) const noexcept { std::fclose(f); }
-    };
     std::mutex mutex_;
-    std::unique_ptr<std::FILE, closer> file_;
+    std::string path_;
+    std::FILE* file_;
     std::vector<std::int32_t> groups_;  ///< query heads per KV head, by layer
 };
 
