@@ -81,8 +81,8 @@ public:
     /// Begins a step of a plan whose items follow their sequences (position -1): reserves its tokens in every sequence, and on a device backend sends it the step's positions.
     /// Throws as reserve does; sequences before the one that failed keep their reservation.
     void begin_step(plan& p);
-    /// Device backends only (else unsupported): tells the cache that a graph of this plan's append and attend calls, captured in an earlier step, is launched after begin_step. Call it before the launch if a hint was given outside the graph since. Lengths grow by the
-    /// plan's tokens in every layer, as the captured calls themselves would have it.
+    /// Device backends only (else unsupported): tells the cache that a graph of this plan's append and attend calls, captured in an earlier step, is launched after begin_step. Lengths grow by the
+    /// plan's tokens in every layer, as the captured calls themselves would have it. Where hints were given outside the graph, call it before the launch.
     void replayed(plan& p);
 
     // Attention.
@@ -100,8 +100,8 @@ public:
     /// counters, never output, whatever the queries are. They are [tokens, query_heads, key_size], an estimate of those that attend will be given: the layer's own projection (with its norm and RoPE)
     /// of the residual stream as it is before the MLP of the layer before; docs/performance.md has what that is worth, and what it costs. Enqueued beside what the engine enqueues on the backend's
     /// stream meanwhile (that MLP); what the cache itself enqueues next waits for it on the device, and the queries must stay as they are until then. Captured hints and their layers' attends belong to one
-    /// capture; a hint outside goes before begin_step. The host backend, the paper preset, sliding-window layers and plans of full resolution have no use for hints: they check and return. Throws as attend does
-    /// for shapes, plans and layers, and on a device backend for queries in host memory that aren't finite.
+    /// capture, which throws state_error for hints that began before it. The host backend, the paper preset, sliding-window layers and plans of full resolution have no use for hints: they check and return.
+    /// Throws as attend does for shapes, plans and layers, and on a device backend for queries in host memory that aren't finite.
     void prefetch(plan& p, std::int32_t layer, const rows_view& queries);
     /// Token-level rows of positions [begin, begin + count) at the best level held, for engines with their own attention: keys [count, kv_heads, key_size], values likewise.
     void materialize(sequence s, std::int32_t layer, std::int64_t begin, std::int64_t count, const out_view& keys, const out_view& values) const;

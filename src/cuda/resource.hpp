@@ -16,7 +16,7 @@ struct resource_options {
 };
 
 /// tier::device from a device_pool, tier::host from a pinned_arena. What zero and copy enqueue goes to the stream of the latest `use`, in order with the kernels that are enqueued there; freed memory is
-/// fenced on every stream that was ever used, on the copy stream and on the one beside. One caller at a time. Nothing here may be called while a used stream is being captured, but for deallocate.
+/// fenced on every stream that was ever used, on the copy stream and on the one beside. One caller at a time. Nothing here may be called while a used stream is being captured, but for deallocate, beside and joined.
 class cuda_resource final : public memory_resource {
 public:
     explicit cuda_resource(cudaStream_t compute, const resource_options& options = {});
