@@ -69,7 +69,7 @@ std::uint64_t subject::tightest_quota() const {
     progressive_codec codec(cache_.model(), {}, dtype::bf16, pool, *environment::get().threads);
     const auto s = codec.open(n_);
     const auto exact = cache_options().window + cache_options().rejectable + 3 * host::block_tokens + cache_.model().sinks;
-    return codec.sequence_usage(s, {}).total(tier::device) + codec.seal_bytes(s, {0, n_}, n_ / host::block_tokens, segmenter()).device +
+    return codec.sequence_usage(s, {}).total(tier::device) + codec.seal_bytes(s, {}, {0, n_}, n_ / host::block_tokens, segmenter()).device +
            cache_.model().full_cache_bytes(exact);
 }
 
