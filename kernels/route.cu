@@ -102,8 +102,8 @@ __global__ void __launch_bounds__(threads<G>) score_sketch(decode_step step, dec
     write_sums<G>(x, sums);
 }
 
-// A power of two that brings the segment's largest probability, e^log, near fp16's end. A query without any takes 1.
-__device__ __forceinline__ float fp16_factor(float log) { return log > -INFINITY ? power_of_two(14 - static_cast<int>(fmaxf(floorf(log * log2_e), -100.0f))) : 1.0f; }
+// A power of two that brings the segment's largest probability, e^log, near fp16's end. A query without any takes 1; queries that aren't finite may come with any log.
+__device__ __forceinline__ float fp16_factor(float log) { return log > -INFINITY ? power_of_two(14 - static_cast<int>(fminf(fmaxf(floorf(log * log2_e), -100.0f), 100.0f))) : 1.0f; }
 
 // L of each query over exact splits and segments, the same in every thread block: a warp per query. Which lane adds what follows the sequence, not the plan's bounds, so that equal histories
 // give equal bits under any plan.
