@@ -84,10 +84,9 @@ public:
     }
     /// Brings ahead what the next step's queries will zoom; returns its microseconds, with nothing beside it.
     double prefetch() {
-        auto& memory = cache_->where().context().memory();
         return watch_.once([&] {
             cache_->prefetch(plan_, 0, rows(queries_.as<float>(), shape_.batch, shape_.kv_heads * shape_.group, d));
-            (void)memory.joined();
+            (void)cache_->where().context().joined();
         });
     }
     void finish() const { cuda::check(cudaStreamSynchronize(watch_.stream()), "cudaStreamSynchronize"); }
@@ -232,6 +231,9 @@ json decode_case::kernel_times(int rounds) const {
 }
 #endif
 
+/// Of the tokens zoomed between two readings of the counters.
+double hit_rate(const zoom_metrics& before, const zoom_metrics& after) { return static_cast<double>(after.hits - before.hits) / std::max(1.0, static_cast<double>(after.tokens - before.tokens)); }
+
 case_shape shape_of(const part_options& o, std::int64_t tokens, std::int32_t batch) {
     case_shape c{.tokens = tokens, .batch = batch};
     if (o.small) c.kv_heads = 1, c.group = 2, c.zoomed = 20;
@@ -255,7 +257,7 @@ void measure_decode(const part_options& o) {
                 const auto before = c.cache().zooms();
                 row["moving_us"] = c.steps(o.rounds, 0.99);
                 const auto& after = c.cache().zooms();
-                row["moving_hits"] = static_cast<double>(after.hits - before.hits) / std::max(1.0, static_cast<double>(after.tokens - before.tokens));
+                row["moving_hits"] = hit_rate(before, after);
             });
         }
     }
@@ -274,7 +276,7 @@ void measure_zoom(const part_options& o) {
             const auto before = c.cache().zooms();
             (void)c.steps(o.small ? 3 : 300, memory);
             const auto& z = c.cache().zooms();
-            row["hits"] = static_cast<double>(z.hits - before.hits) / std::max(1.0, static_cast<double>(z.tokens - before.tokens));
+            row["hits"] = hit_rate(before, z);
             row["tokens_per_list"] = static_cast<double>(z.tokens - before.tokens) / std::max(1.0, static_cast<double>(z.zooms - before.zooms));
             row["bytes"] = z.bytes - before.bytes;
             row["p50_us"] = static_cast<double>(z.latency.percentile(0.5)) / 1e3, row["p99_us"] = static_cast<double>(z.latency.percentile(0.99)) / 1e3, row["max_us"] = static_cast<double>(z.latency.max()) / 1e3;
@@ -289,7 +291,7 @@ void measure_zoom(const part_options& o) {
             row["prefetch_us"] = median(std::move(ahead));
             const auto& hinted = c.cache().zooms();
             row["prefetched"] = hinted.prefetched - steps_before.prefetched;
-            row["prefetched_hits"] = static_cast<double>(hinted.hits - steps_before.hits) / std::max(1.0, static_cast<double>(hinted.tokens - steps_before.tokens));
+            row["prefetched_hits"] = hit_rate(steps_before, hinted);
         });
     }
 }

@@ -64,31 +64,25 @@ TEST(CudaBackend, ACapturedStepReplaysAsTheCallsThemselves) {
     auto p = step_plan(graphs, {{s, 1, -1}, {s2, 2, -1}}), q = step_plan(plain, {{t, 1, -1}, {t2, 2, -1}});
     device_step a(w, 3), b(w, 3);
     const auto stream = graphs.where().stream();
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
+    captured_graph graph;
     const auto sealed = graphs.sealed(s);
     for (uid i = 0; i < 150; ++i) {
         const auto tokens = fresh(9000 + 10 * i, 3);
         a.put(tokens, stream);
         b.put(tokens, plain.where().stream());
         graphs.begin_step(p);
-        if (exec == nullptr) {
-            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            a.layers(graphs, p);
-            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-        } else {
+        if (graph.captured()) {
             graphs.replayed(p);
+        } else {
+            graph.capture(stream, [&] { a.layers(graphs, p); });
         }
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        graph.launch(stream);
         plain.begin_step(q);
         b.layers(plain, q);
         ASSERT_EQ(a.get(stream), b.get(plain.where().stream())) << "step " << i;
     }
     EXPECT_GT(graphs.sealed(s), sealed) << "sealed while a graph was in use";
     EXPECT_EQ(graphs.used(s), plain.used(t));
-    (void)cudaGraphExecDestroy(exec);
-    (void)cudaGraphDestroy(graph);
 }
 
 TEST(CudaBackend, AGraphWhosePlanIsOutgrownIsNotReplayed) {

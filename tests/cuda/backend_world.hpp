@@ -113,6 +113,31 @@ private:
     std::int64_t rows_ = 0;
 };
 
+/// A graph of what `calls` enqueued on s.
+class captured_graph {
+public:
+    captured_graph() = default;
+    ~captured_graph() {
+        if (exec_ != nullptr) (void)cudaGraphExecDestroy(exec_);
+        if (graph_ != nullptr) (void)cudaGraphDestroy(graph_);
+    }
+    captured_graph(const captured_graph&) = delete;
+    captured_graph& operator=(const captured_graph&) = delete;
+    template <class Calls>
+    void capture(cudaStream_t s, Calls&& calls) {
+        ASSERT_EQ(cudaStreamBeginCapture(s, cudaStreamCaptureModeThreadLocal), cudaSuccess);
+        calls();
+        ASSERT_EQ(cudaStreamEndCapture(s, &graph_), cudaSuccess);
+        ASSERT_EQ(cudaGraphInstantiate(&exec_, graph_, 0), cudaSuccess);
+    }
+    void launch(cudaStream_t s) const { ASSERT_EQ(cudaGraphLaunch(exec_, s), cudaSuccess); }
+    [[nodiscard]] bool captured() const noexcept { return exec_ != nullptr; }
+
+private:
+    cudaGraph_t graph_ = nullptr;
+    cudaGraphExec_t exec_ = nullptr;
+};
+
 /// Two whole-context layers and a sliding-window one between, sharp enough to zoom.
 [[nodiscard]] inline world backend_world() {
     world w({layer(1, 2), layer(2, 1, 24), layer(2, 2)});

@@ -105,23 +105,19 @@ TEST_P(CudaBackendPrefetch, ACapturedStepFetchesAtEachLaunch) {
     const auto s = sealed_sequence(graphs, w_), t = sealed_sequence(plain, w_);
     auto p = graphs.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive), q = plain.make_plan(std::vector<sekv::batch_item>{{t, 1, -1}}, resolution::adaptive);
     const auto stream = graphs.where().stream();
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
+    captured_graph graph;
     std::uint64_t before = 0;
     for (uid i = 0; i < 4; ++i) {
         const auto tokens = fresh(9000 + 10 * i, 1);
         memory_.put(tokens, stream);
         plain_memory_.put(tokens, plain.where().stream());
         graphs.begin_step(p);
-        if (exec == nullptr) {
-            ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-            step_with_hints(graphs, p, w_, memory_, memory_);
-            ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-            ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-        } else {
+        if (graph.captured()) {
             graphs.replayed(p);
+        } else {
+            graph.capture(stream, [&] { step_with_hints(graphs, p, w_, memory_, memory_); });
         }
-        ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+        graph.launch(stream);
         plain.begin_step(q);
         plain_memory_.layers(plain, q);
         ASSERT_EQ(memory_.get(stream), plain_memory_.get(plain.where().stream())) << "step " << i;
@@ -130,8 +126,6 @@ TEST_P(CudaBackendPrefetch, ACapturedStepFetchesAtEachLaunch) {
         EXPECT_GT(graphs.zooms().prefetched, before) << "step " << i;
         before = graphs.zooms().prefetched;
     }
-    (void)cudaGraphExecDestroy(exec);
-    (void)cudaGraphDestroy(graph);
 }
 
 // Plan and sequence are gone while the fetch is under way, and others take their memory.
@@ -153,14 +147,23 @@ TEST_P(CudaBackendPrefetch, WhatIsClosedMeanwhileIsNotReused) {
     }
 }
 
+// A cache in the middle of a step of one token.
+struct begun_step {
+    explicit begun_step(world model = backend_world(), std::uint64_t bytes = 700'000) : w(std::move(model)), s(sealed_sequence(c, w, 1, 650, bytes)) {
+        memory.put({9000}, stream);
+        c.begin_step(p);
+    }
+    world w;
+    float_cache c{w.model, small_options(), roomy_codec()};
+    sekv::sequence s;
+    sekv::plan p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
+    device_step memory{w, 1};
+    cudaStream_t stream = c.where().stream();
+};
+
 TEST(CudaBackendPrefetchCalls, NeitherWaitNorAllocateNorHoldUpTheStream) {
-    const auto w = backend_world();
-    float_cache c(w.model, small_options(), roomy_codec());
-    const auto s = sealed_sequence(c, w);
-    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
-    device_step memory(w, 1);
-    memory.put({9000}, c.where().stream());
-    c.begin_step(p);
+    begun_step x;
+    auto& [w, c, s, p, memory, stream] = x;
     c.where().synchronize();
     fakecuda::set_policy(fakecuda::policy::lazy);
     const auto waits = fakecuda::synchronisations();
@@ -236,21 +239,11 @@ TEST(CudaBackendPrefetchCalls, SeeNothingOfRejectedDrafts) {
 }
 
 TEST(CudaBackendPrefetchCalls, AGraphWaitsForHintsBeforeIt) {
-    const auto w = backend_world();
-    float_cache c(w.model, small_options(), roomy_codec());
-    const auto s = sealed_sequence(c, w);
-    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
-    device_step memory(w, 1);
-    const auto stream = c.where().stream();
-    memory.put({9000}, stream);
-    c.begin_step(p);
-    cudaGraph_t graph = nullptr;
-    cudaGraphExec_t exec = nullptr;
-    ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
-    memory.layers(c, p);
-    ASSERT_EQ(cudaStreamEndCapture(stream, &graph), cudaSuccess);
-    ASSERT_EQ(cudaGraphInstantiate(&exec, graph, 0), cudaSuccess);
-    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    begun_step x;
+    auto& [w, c, s, p, memory, stream] = x;
+    captured_graph graph;
+    graph.capture(stream, [&] { memory.layers(c, p); });
+    graph.launch(stream);
     c.begin_step(p);
     c.where().synchronize();
     fakecuda::set_policy(fakecuda::policy::lazy);
@@ -258,23 +251,15 @@ TEST(CudaBackendPrefetchCalls, AGraphWaitsForHintsBeforeIt) {
     const auto hint = fakecuda::pending_operations();
     EXPECT_GE(hint, 5U);
     c.replayed(p);
-    ASSERT_EQ(cudaGraphLaunch(exec, stream), cudaSuccess);
+    graph.launch(stream);
     EXPECT_EQ(cudaStreamSynchronize(stream), cudaSuccess);
     EXPECT_EQ(fakecuda::pending_operations(), 0U);
-    (void)cudaGraphExecDestroy(exec);
-    (void)cudaGraphDestroy(graph);
     fakecuda::reset();
 }
 
 TEST(CudaBackendPrefetchCalls, ACaptureRefusesWhatBeganBeforeIt) {
-    const auto w = backend_world();
-    float_cache c(w.model, small_options(), roomy_codec());
-    const auto s = sealed_sequence(c, w);
-    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
-    device_step memory(w, 1);
-    const auto stream = c.where().stream();
-    memory.put({9000}, stream);
-    c.begin_step(p);
+    begun_step x;
+    auto& [w, c, s, p, memory, stream] = x;
     memory.prefetch(c, p, 0);
     ASSERT_EQ(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal), cudaSuccess);
     EXPECT_THROW(memory.prefetch(c, p, 2), sekv::state_error);
@@ -294,12 +279,8 @@ TEST(CudaBackendPrefetchCalls, TakeHintsOfLayersThatShareKeysAndValues) {
     world w({layer(1, 2), layer(1, 2)});
     w.model.layers[1].kv_source = 0;
     w.query_gain = 2.0F;
-    float_cache c(w.model, small_options(), roomy_codec());
-    const auto s = sealed_sequence(c, w, 1, 650, 200'000);
-    auto p = c.make_plan(std::vector<sekv::batch_item>{{s, 1, -1}}, resolution::adaptive);
-    device_step memory(w, 1);
-    memory.put({9000}, c.where().stream());
-    c.begin_step(p);
+    begun_step x(w, 200'000);
+    auto& [own, c, s, p, memory, stream] = x;
     const auto copies = fakecuda::calls(fakecuda::call::copy);
     memory.append(c, p, 0);
     memory.attend(c, p, 0);
